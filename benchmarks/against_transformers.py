@@ -2,7 +2,8 @@
 
 python benchmarks/against_transformers.py CHECKPOINT
 
-The two alternate in one run, since machines are shared and noisy. The result is the median of the rounds' ratios.
+Penstock and transformers alternate in one run, since machines are shared and noisy. The result is the median of the
+rounds' ratios.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main() -> None:
         return len(prompts) * args.output_len / (time.perf_counter() - begun)
 
     print(f"{llm.engine.fingerprint}, {args.input_len} tokens in, {args.output_len} out, {args.threads} threads")
-    print(f"{'batch':>5} {'penstock':>10} {'transformers':>13} {'ratio':>6}   (output tokens/s, medians)")
+    print(f"{'batch':>5} {'penstock':>10} {'transformers':>13} {'ratio':>6}   (median output tokens/s)")
     found = []
     for size in args.batch_size:
         rng = Random(size)

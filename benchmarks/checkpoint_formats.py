@@ -27,7 +27,7 @@ PROMPT = list(range(100, 116))
 
 @dataclass(frozen=True)
 class Case:
-    """Format of a checkpoint, and the scheme that it is compared with, whose activation format and LM head it uses."""
+    """Format of a checkpoint, compared with a scheme of Penstock. Activation format and LM head are the scheme's."""
 
     name: str
     format: Format
@@ -59,7 +59,7 @@ class QuantizedDummyWeights(DummyWeights):
         limit, groups = 1 << (self.format.bits - 1), -(-inputs // (self.format.group_size or inputs))
         values = torch.randint(-limit, limit, (outputs, inputs), generator=generator, dtype=torch.int8)
         scales = (torch.rand(outputs, groups, generator=generator) + 0.5) * inputs**-0.5 / limit
-        scales = scales.half().float()  # as in checkpoints
+        scales = scales.half().float()  # checkpoints store float16 scales
         offsets = scales * torch.randint(-limit, limit, scales.shape, generator=generator)
         return QuantizedWeight(values, scales, self.format, offsets if self.format.asymmetric else None).rows(*rows)
 

@@ -32,7 +32,7 @@ FORMATS = {"float32": ("float32", "none"), "bfloat16": ("bfloat16", "none"), "w8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: 5)")
     args = parser.parse_args()
     torch.manual_seed(0)
     config = BertConfig(hidden_size=384, num_hidden_layers=12, num_attention_heads=12, intermediate_size=1536)
@@ -51,7 +51,7 @@ def main() -> None:
 def measure(
     folder: Path, model: BertModel, token_ids: torch.Tensor, dtype: str, quantization: str, rounds: int
 ) -> tuple[float, float]:
-    """Seconds for all texts in Penstock and in transformers."""
+    """Median seconds in which Penstock and transformers embed all texts."""
     llm = LLM(folder, dtype=dtype, quantization=quantization)
     other = model.to(getattr(torch, dtype))
     prompts = [{"prompt_token_ids": row} for row in token_ids.tolist()]

@@ -5,8 +5,8 @@ python benchmarks/experts.py --formats none w8a8 wint4-g32
 
 Four layers of 128 experts, 8 per token, with random weights and routing. Decode, one token: bytes of active experts
 per second, as a share of the measured memory read bandwidth. Prefill, 512 tokens: multiply-adds per second, as a share
-of those of a dense MLP with as many per token (the intermediate size of 8 experts). The dense MLP also decodes, with
-the same number of bytes in contiguous matrices. All measurements alternate; the results are medians over all rounds.
+of the rate of a dense MLP with the same work per token (the intermediate size of 8 experts). The dense MLP also
+decodes, with the same number of bytes in contiguous matrices. All measurements alternate; results are medians.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 2048, 768, 128, 8, 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", default=["none", "w8a8", "wint4-g32"], help="names of SCHEMES")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="number of rounds (default: 7)")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a prefill (default: 512)")
     parser.add_argument("--threads", type=int, default=0, help="number of threads (default: 0, all usable cores)")
     args = parser.parse_args()
@@ -65,7 +65,7 @@ def measure(name: str, rounds: int, tokens: int) -> str:
 
 
 class Layer:
-    """MoE layer whose router logits are random."""
+    """MoE layer with random router logits."""
 
     def __init__(self, format: Format) -> None:
         gate_up = [packed(2 * INTERMEDIATE, HIDDEN, format) for _ in range(EXPERTS)]

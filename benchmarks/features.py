@@ -2,7 +2,7 @@
 
 python benchmarks/features.py CHECKPOINT [--quantization w8a8]
 
-- adapters: tokens per second with one or four LoRA adapters of rank 16 on every matrix, compared with none;
+- adapters: tokens per second with one or four LoRA adapters of rank 16 on every matrix, compared with no adapter;
 - beams: compared with transformers' ``generate`` with the same number of beams;
 - embeddings: compared with transformers' hidden states of the same texts.
 
@@ -31,11 +31,11 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--quantization", default="none", help="of the model with adapters (default: none)")
+    parser.add_argument("--quantization", default="none", help="quantization of the model (default: none)")
     parser.add_argument("--batch", type=int, default=16, help="sequences with adapters (default: 16)")
     parser.add_argument("--beams", type=int, default=4, help="number of beams (default: 4)")
     parser.add_argument("--output-len", type=int, default=32, help="tokens per sequence (default: 32)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: 3)")
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype="auto").eval()
     beams(args, model)

@@ -2,8 +2,8 @@
 
 python benchmarks/guided_cost.py CHECKPOINT
 
-The guided batch generates long JSON arrays of strings. Tokens that the grammar forces, which need no separate step,
-count like others.
+The guided batch generates long JSON arrays of strings. Tokens that the grammar forces need no separate step, and count
+like sampled tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=64, help="tokens per sequence (default: 64)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-length", type=int, help="limit of a string's length in characters (default: none)")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: 5)")
     args = parser.parse_args()
     llm = LLM(args.checkpoint, quantization=args.quantization, max_model_len=1024, kv_cache_memory_bytes=2**31)
     free = SamplingParams(temperature=args.temperature, max_tokens=args.output_len, ignore_eos=True)

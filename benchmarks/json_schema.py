@@ -3,9 +3,9 @@
 python benchmarks/json_schema.py FOLDER
 
 FOLDER contains the suite's files of one draft (`tests/draft2020-12` of JSON-Schema-Test-Suite). The model samples
-several documents for every schema; complete ones are validated with jsonschema. A schema is followed if all complete
-documents are valid and there is at least one; otherwise it should have been rejected, with the name of the unsupported
-keyword. Schemas that jsonschema itself does not support are counted as unjudged.
+several documents for every schema; jsonschema validates the complete documents. A schema is followed if at least one
+document is complete, and all complete documents are valid; otherwise it should have been rejected, with the name of the
+unsupported keyword. Schemas that jsonschema does not support are counted as unjudged.
 """
 
 from __future__ import annotations

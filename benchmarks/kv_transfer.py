@@ -34,14 +34,16 @@ from penstock.engine.kv_transfer.sender import Exported
 
 SECRET = b"of this benchmark's processes"
 LAYERS, HEADS, VECTOR_BYTES = 28, 8, 256
-"""Shape of Qwen3-0.6B in bfloat16."""
+"""KV cache shape of Qwen3-0.6B in bfloat16."""
 LAYER_BYTES = 2 * SLOT_TOKENS * HEADS * VECTOR_BYTES
 INSTANCE = Instance(weights_version="w", fingerprint="f", layers=[(HEADS, VECTOR_BYTES)] * LAYERS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slots", type=int, default=32, help=f"of {SLOT_TOKENS} tokens, per transfer (default: 32)")
+    parser.add_argument(
+        "--slots", type=int, default=32, help=f"slots of {SLOT_TOKENS} tokens per transfer (default: 32)"
+    )
     parser.add_argument("--transfers", type=int, default=8, help="transfers per round (default: 8)")
     parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: 5)")
     args = parser.parse_args()
@@ -64,7 +66,7 @@ def main() -> None:
 
 
 def memcpy_rate(size: int) -> float:
-    """Bandwidth in GB/s of a copy on the receiver's core, to memory that was written before."""
+    """Bandwidth in GB/s of a copy on the receiver's core, to memory that is already paged in."""
     bind(1)
     source, target = np.full(size, 1, np.uint8), np.zeros(size, np.uint8)
     target[:] = source
@@ -132,7 +134,7 @@ def send(pipe: Connection, transport: str, slots: int) -> None:
 
 
 def transfer_rates(transport: str, slots: int, transfers: int) -> list[float]:
-    """Bandwidth in GB/s of each transfer, except for the first one."""
+    """Bandwidth in GB/s of each transfer except the first, which is a warm-up."""
     ours, theirs = multiprocessing.Pipe()
     sender = multiprocessing.get_context("spawn").Process(target=send, args=(theirs, transport, slots))
     sender.start()

@@ -4,8 +4,8 @@ token, and time of a layer's attention, alternating.
 python benchmarks/latent_attention.py [--heads 128] [--threads 2]
 
 The expanded form stores each head's keys and values, as multi-head attention does; values are padded to the size of
-keys. Both compute the same outputs from the same queries and latent vectors; projections that both need are left out.
-Ratios carry over to other machines, times do not.
+keys. Both forms compute the same outputs from the same queries and latent vectors; projections that both forms need are
+not measured. Ratios are similar on other machines, times are not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from penstock.ops import AttentionMetadata, AttentionOptions, KVSpec, cpu
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
-"""Sizes in DeepSeek-V2, V3 and R1, and Kimi-K2."""
+"""Vector sizes of latent attention in DeepSeek-V2, V3 and R1, and Kimi-K2."""
 BLOCK, CPU = 64, torch.device("cpu")
 STEPS = (
     ("decode", 1, 1, 1024),
@@ -68,7 +68,7 @@ class Layer:
         return cpu.linear_by_head(attended, self.values)
 
     def expanded(self) -> Tensor:
-        """Compute keys and values of the new tokens, and attend to those of all tokens."""
+        """Compute keys and values of the new tokens, and attend to the keys and values of all tokens."""
         cpu.linear(self.latent, self.up)
         return cpu.attention(self.q, self.cache, self.metadata, AttentionOptions(self.scale))
 
@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=128, help="attention heads; V3 has 128, V2-Lite 16 (default: 128)")
     parser.add_argument("--threads", type=int, default=0, help="number of threads (default: 0, all cores)")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: 5)")
     args = parser.parse_args()
     cpu.set_threads(args.threads)
     print("| step | KV cache | bytes a token: absorbed | expanded | ratio | ms: absorbed | expanded | ratio |")

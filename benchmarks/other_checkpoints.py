@@ -21,19 +21,19 @@ from gguf_files import add_tokenizer, write_gguf
 from quantized import NF4
 
 GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-"""GGUF types that the library can quantize to."""
+"""GGUF types to which llama.cpp's library can quantize."""
 BITSANDBYTES = ("int8", "nf4")
 BLOCK = 64
 """Number of weights per scale in nf4."""
 
 
 def write_gguf_type(model: Path, out: Path, kind: str) -> None:
-    """Write a GGUF file whose matrices all have the type ``kind``, one of ``GGUF``."""
+    """Write a GGUF file with all matrices of the type ``kind``, one of ``GGUF``."""
     write_gguf(model, out, lambda name: kind, lambda writer: add_tokenizer(writer, model, "qwen2"))
 
 
 def write_bitsandbytes(model: Path, folder: Path, kind: str) -> None:
-    """Write a checkpoint whose layers are quantized to ``kind``, one of ``BITSANDBYTES``, as that library does it."""
+    """Write a checkpoint with layers quantized to ``kind``, one of ``BITSANDBYTES``, in bitsandbytes' format."""
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     rounded: dict[str, Tensor] = {}
     for name, tensor in load_file(model / "model.safetensors").items():

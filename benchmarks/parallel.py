@@ -3,9 +3,9 @@ alternating.
 
 python benchmarks/parallel.py CHECKPOINT --ranks 2x1 1x2
 
-The work is the same, so that the difference is the synchronization between ranks. First, a barrier between two
-processes is timed. The results are medians over all rounds of the time per decode step and of a prefill, and the time
-on one rank divided by the time on several.
+The work is the same, so the difference is the synchronization between ranks. First, a barrier between two processes is
+timed. The results are medians over all rounds of the time per decode step and of a prefill, and the time on one rank
+divided by the time on several ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=48, help="tokens per sequence (default: 48)")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of a long prompt (default: 512)")
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: 3)")
-    parser.add_argument("--load-format", default="auto", help="dummy needs no weights (default: auto)")
+    parser.add_argument(
+        "--load-format", default="auto", help="format of the weights; dummy needs no weights (default: auto)"
+    )
     parser.add_argument("--json", type=Path, help="write the medians to this file")
     args = parser.parse_args()
 
@@ -97,7 +99,7 @@ def measure(args: argparse.Namespace, quantization: str, ranks: Grid, threads: i
         tensor_parallel_size=ranks[0],
         pipeline_parallel_size=ranks[1],
         threads=threads,
-        distributed_executor_backend="mp",  # also with one rank, so that only the number of ranks differs
+        distributed_executor_backend="mp",  # also for one rank, so that only the number of ranks differs
         max_model_len=args.prefill + args.output_len + 16,
         max_num_batched_tokens=args.prefill,
         num_gpu_blocks_override=64 + 4 * max(args.batch),

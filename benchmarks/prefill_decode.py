@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--load-prompt", type=int, default=1024, help="tokens of a long prompt (default: 1024)")
     parser.add_argument("--interval", type=float, default=6.0, help="seconds between two long prompts (default: 6)")
     parser.add_argument(
-        "--load-seconds", type=float, default=60.0, help="duration of the load in seconds, 0: none (default: 60)"
+        "--load-seconds", type=float, default=60.0, help="duration of the load in seconds; 0: no load (default: 60)"
     )
     parser.add_argument("--kv-transport", default="auto", help="transport between the instances (default: auto)")
     parser.add_argument("--picture", type=Path, help="draw the time between tokens to this file")
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def checkpoint(folder: Path) -> Path:
-    """Write a checkpoint without weights."""
+    """Write a checkpoint without weights; returns the folder."""
     for file in demo.CHAT.iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, folder)
@@ -107,7 +107,7 @@ def checkpoint(folder: Path) -> Path:
 
 @contextmanager
 def serving(folder: Path, cores: list[int], *flags: str) -> Iterator[str]:
-    """Context with the base URL of a server."""
+    """Context with the base URL of a server that runs on ``cores``."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--model", str(folder), "--load-format", "dummy"]
@@ -118,7 +118,7 @@ def serving(folder: Path, cores: list[int], *flags: str) -> Iterator[str]:
     try:
         while not ready(url):
             if server.poll() is not None:
-                raise SystemExit("the server did not start")
+                raise SystemExit(f"the server exited with status {server.returncode} before it was ready")
             time.sleep(0.2)
         yield url
     finally:

@@ -59,7 +59,7 @@ class Bench:
             time.sleep(0.05)
 
     def measure(self, place: str, prompt: list[int]) -> float:
-        """Time to first token in seconds of a prompt that the second engine has cached."""
+        """Time to first token in seconds of a prompt in one of ``PLACES``; the engine ``tiers`` has cached it."""
         if place == "computed":
             self.plain.reset_prefix_cache()
             return self.first_token(self.plain, prompt)[0]
@@ -74,7 +74,7 @@ class Bench:
         return seconds
 
     def drop_pages(self) -> None:
-        """Drop the files from the page cache."""
+        """Drop the files of the disk tier from the page cache."""
         for file in self.folder.iterdir():
             descriptor = os.open(file, os.O_RDONLY)
             os.fsync(descriptor)
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--disk", type=Path, help="folder on the disk to measure (default: a temporary folder)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: 3)")
     parser.add_argument("--host-memory", type=float, default=4.0, help="GiB of the host and disk tiers (default: 4)")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="none")

@@ -6,9 +6,9 @@ python benchmarks/quantization_quality.py --model demo --planted     # with outl
 python benchmarks/quantization_quality.py --checkpoint NAME=FOLDER   # the model quantized by another tool
 
 Measures each load-time quantization, each method of ``penstock quantize``, GGUF types, bitsandbytes, and int8 KV
-caches: perplexity, also relative to bfloat16; Kullback-Leibler divergence of the next-token distribution from that in
+caches: perplexity, also relative to bfloat16; Kullback-Leibler divergence of the next-token distribution from that of
 bfloat16, averaged over tokens; share of tokens with the same top token; and bits per weight of the layers. For the demo
-model also the share of held-out questions answered correctly by a server. Real models come from Python packages
+model also the share of held-out questions that a server answers correctly. Real models come from Python packages
 (``tests/support/real_models.py``), and their text, in windows of 512 tokens, from the licenses installed by Debian (see
 ``--text``). Needs the dependency group ``test``.
 """
@@ -55,7 +55,7 @@ BLOCK = 64
 WINDOW = 512
 """Tokens per window of a real model's text, including the BOS token."""
 CHUNK = 128
-"""Number of tokens whose distributions are compared at a time."""
+"""Number of tokens in each comparison of distributions, to limit memory."""
 LICENSES = [Path("/usr/share/common-licenses") / name for name in ("Apache-2.0", "GPL-3", "MPL-2.0", "GFDL-1.3")]
 REAL = {"smollm2": real_models.smollm2, "gemma3": real_models.gemma3}
 """Real models by name."""
@@ -100,18 +100,28 @@ class Text:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="*", choices=[*REAL, "demo"], default=[*REAL], help="(default: real models)")
-    parser.add_argument("--quantization", nargs="*", choices=ON_CPUS, default=ON_CPUS, help="at load (default: all)")
-    parser.add_argument("--method", nargs="*", choices=WRITTEN, help="(default: all for the demo model, else some)")
+    parser.add_argument(
+        "--model", nargs="*", choices=[*REAL, "demo"], default=[*REAL], help="models to measure (default: real models)"
+    )
+    parser.add_argument(
+        "--quantization", nargs="*", choices=ON_CPUS, default=ON_CPUS, help="quantizations at load (default: all)"
+    )
+    parser.add_argument(
+        "--method", nargs="*", choices=WRITTEN, help="methods of penstock quantize (default: all for demo, else some)"
+    )
     parser.add_argument("--gguf", nargs="*", choices=GGUF, help="GGUF types (default: all for the demo model)")
-    parser.add_argument("--bitsandbytes", nargs="*", choices=BITSANDBYTES, default=BITSANDBYTES, help="(default: all)")
-    parser.add_argument("--checkpoint", nargs="*", default=[], metavar="NAME=FOLDER", help="other checkpoints")
+    parser.add_argument(
+        "--bitsandbytes", nargs="*", choices=BITSANDBYTES, default=BITSANDBYTES, help="formats for demo (default: all)"
+    )
+    parser.add_argument("--checkpoint", nargs="*", default=[], metavar="NAME=FOLDER", help="quantized checkpoints")
     parser.add_argument("--planted", action="store_true", help="plant outliers first (examples/demo_model/outliers.py)")
     parser.add_argument("--calib-size", type=int, default=128, help="calibration samples of 512 tokens (default: 128)")
-    parser.add_argument("--text", type=Path, nargs="*", default=LICENSES, help="for real models (default: licenses)")
+    parser.add_argument(
+        "--text", type=Path, nargs="*", default=LICENSES, help="text for real models (default: licenses)"
+    )
     parser.add_argument("--tokens", type=int, default=16 * WINDOW, help="tokens of the text (default: 8192)")
     parser.add_argument("--answers", type=int, default=8, help="answers of the demo model per skill (default: 8)")
-    parser.add_argument("--questions", type=int, default=48, help="questions per skill, 0: none (default: 48)")
+    parser.add_argument("--questions", type=int, default=48, help="questions per skill; 0: no questions (default: 48)")
     parser.add_argument("--json", type=Path, help="write results to this file")
     args = parser.parse_args()
 
@@ -138,7 +148,7 @@ def main() -> None:
 
 
 def variants(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> Iterator[Variant]:
-    """Variants to measure. Each checkpoint is quantized when its turn comes."""
+    """Variants to measure. Each checkpoint is quantized just before it is yielded."""
     is_demo = name == "demo"
     for quantization in args.quantization:
         yield Variant(quantization, "at load", model, quantization)
@@ -160,8 +170,8 @@ def variants(args: argparse.Namespace, name: str, model: Path, scratch: Path) ->
 
 
 def layer_bits(variant: Variant) -> float:
-    """Bits per weight of the layers' matrices, including scales: in the checkpoint, or in the engine if weights are
-    quantized at load."""
+    """Bits per weight of the layers' matrices, including scales: as stored in the checkpoint, or in the engine if
+    weights are quantized at load."""
     if variant.path.suffix == ".gguf":
         blocks = [tensor for name, tensor in GGUFFile(variant.path).tensors.items() if name.startswith("blk.")]
         matrices = [tensor for tensor in blocks if len(tensor.shape) > 1]
@@ -175,7 +185,7 @@ def layer_bits(variant: Variant) -> float:
 
 
 def answers(count: int) -> Iterator[Text]:
-    """Held-out conversations of the demo model; their answers are measured."""
+    """Held-out conversations of the demo model; the tokens of their answers are measured."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(demo.CHAT)

@@ -3,8 +3,8 @@ docs/reliability.md).
 
 python benchmarks/reliability.py        # about five minutes on two cores
 
-Runs the scenarios of tests/support/storm.py with more requests. Every request is greedy; an answer is right if it is
-byte for byte the known one. After each scenario no request may be running or waiting, and no KV block in use.
+Runs the scenarios of tests/support/storm.py with more requests. Every request is greedy; an answer is right if it
+equals the known answer byte for byte. After each scenario no request may be running or waiting, and no KV block in use.
 """
 
 from __future__ import annotations

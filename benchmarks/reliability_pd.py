@@ -3,10 +3,10 @@
 python benchmarks/reliability_pd.py        # about six minutes on two cores
 python benchmarks/reliability_pd.py --only SIGSTOP
 
-Clients of two routers send requests in several API dialects; an answer is right if it is byte for byte that of a single
-instance. Two prefill and two decode instances serve the built-in model. After each row no KV block and no transfer
-buffer slot is in use, and no additional processes and files exist. Rows with a cut or slow network need network
-namespaces, and are skipped if these are not available.
+Clients of two routers send requests in several API dialects; an answer is right if it equals the answer of a single
+instance byte for byte. Two prefill and two decode instances serve the built-in model. After each row no KV block and no
+transfer buffer slot is in use, and no additional processes and files exist. Rows with a cut or slow network need
+network namespaces, and are skipped without them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tqdm import tqdm
 Scenario = Callable[[Deployment, Right], Awaitable[FaultResult]]
 COLUMNS = (Outcome.RIGHT, Outcome.ERROR, Outcome.BROKEN, Outcome.WRONG, Outcome.LOST)
 LONG_STOP = ENGINE_TIMEOUT + 9
-"""Seconds; ZeroMQ detects a stopped process after 8 s."""
+"""Duration of a long SIGSTOP in seconds; ZeroMQ detects a stopped process after 8 s."""
 TIGHT = ("--max-model-len", "512", "--num-gpu-blocks-override", "10")
 
 
 def killed(role: str, kind: str) -> Scenario:
-    """kill -9 of a process of the first instance with a role."""
+    """Kill (-9) a process of the first instance with a role."""
 
     async def scenario(deployment: Deployment, right: Right) -> FaultResult:
         victim = first(deployment, role)
@@ -50,7 +50,7 @@ def killed(role: str, kind: str) -> Scenario:
 
 
 def gone(role: str) -> Scenario:
-    """kill -9 of all processes of the first instance with a role, which is restarted after five seconds."""
+    """Kill (-9) all processes of the first instance with a role, and restart the instance after five seconds."""
 
     async def scenario(deployment: Deployment, right: Right) -> FaultResult:
         victim = first(deployment, role)
@@ -78,7 +78,7 @@ def stopped(role: str, seconds: float) -> Scenario:
 
 
 def cut(one: int, other: int, role: str, seconds: float) -> Scenario:
-    """Drop all packets between two machines."""
+    """Drop all packets between two machines for some seconds."""
 
     async def scenario(deployment: Deployment, right: Right) -> FaultResult:
         machines = deployment.machines
@@ -114,7 +114,7 @@ def slow(nodes: Sequence[int], rate: str) -> Scenario:
 
 
 def steady(seconds: float = 8, clients: int = 16) -> Scenario:
-    """No fault is injected during the run; a fault may be part of the setup."""
+    """Run without an injected fault; a fault may be part of the setup."""
 
     async def scenario(deployment: Deployment, right: Right) -> FaultResult:
         row = await pd_storm.run_with_fault(deployment, right, None, nothing, lasts=seconds, clients=clients)
@@ -244,7 +244,7 @@ async def run(only: str) -> list[str]:
 async def rows(
     setup: dict[str, Any], scenarios: dict[str, Scenario], right: Right, progress: Any
 ) -> dict[str, FaultResult]:
-    """Run the scenarios of a deployment."""
+    """Run scenarios on one deployment; returns their results by name."""
     found = {}
     options = {"prefill": 2, "decode": 2, "routers": 2, **setup}
     with (

@@ -60,7 +60,7 @@ def measure(running: int, waiting: int, steps: int) -> tuple[dict[str, list[floa
         begun = time.perf_counter()
         scheduler.update(plan, output)
         at.append(at[-1] + time.perf_counter() - begun)
-        if plan.tokens == running:  # all decode
+        if plan.tokens == running:  # in this step, all sequences decode
             max_bytes = max(max_bytes, len(message))
             for part, (a, b) in zip(times, itertools.pairwise(at), strict=True):
                 times[part].append((b - a) * 1e6)
@@ -70,7 +70,9 @@ def measure(running: int, waiting: int, steps: int) -> tuple[dict[str, list[floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, default=256, help="running sequences (default: 256)")
-    parser.add_argument("--waiting", type=int, nargs="+", default=[0, 10_000], help="waiting requests (0 10000)")
+    parser.add_argument(
+        "--waiting", type=int, nargs="+", default=[0, 10_000], help="waiting requests (default: 0 10000)"
+    )
     parser.add_argument("--steps", type=int, default=300, help="number of steps (default: 300)")
     args = parser.parse_args()
     for waiting in args.waiting:

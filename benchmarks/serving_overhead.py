@@ -1,9 +1,9 @@
-"""Overhead of serving: a tiny model with streaming clients, Penstock's server and a peer's, alternating.
+"""Overhead of serving: streaming clients of a tiny model, on Penstock's server and a peer's server, alternating.
 
 python benchmarks/serving_overhead.py CHECKPOINT --peer "python -m vllm.entrypoints.openai.api_server --port {port} ..."
 
 In the peer's command, {model} and {port} are replaced. The client is ``penstock bench serve`` on the same machine, so
-its processor time affects both. The ratio is the median of the rounds' ratios.
+its processor time affects both servers. The ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--peer", help="command of an OpenAI-compatible server to compare with")
-    parser.add_argument("--max-concurrency", type=int, nargs="+", default=[1, 16, 64], help="(default: 1 16 64)")
+    parser.add_argument(
+        "--max-concurrency", type=int, nargs="+", default=[1, 16, 64], help="concurrent requests (default: 1 16 64)"
+    )
     parser.add_argument("--input-len", type=int, default=16, help="tokens per prompt (default: 16)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens to generate per prompt (default: 64)")
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: 3)")
@@ -66,7 +68,7 @@ def serving(command: str, checkpoint: Path) -> Iterator[str]:
         url, limit = f"http://127.0.0.1:{port}", time.monotonic() + START_LIMIT
         while not healthy(url):
             if server.poll() is not None or time.monotonic() > limit:
-                raise SystemExit(f"the server did not start: {command}")
+                raise SystemExit(f"the server exited, or was not healthy within {START_LIMIT:.0f} s: {command}")
             time.sleep(0.1)
         yield url
     finally:

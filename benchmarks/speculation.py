@@ -1,4 +1,4 @@
-"""Speedup of speculative decoding: tokens per second with and without, alternating.
+"""Speedup of speculative decoding: tokens per second with and without drafts, alternating.
 
 python benchmarks/speculation.py [CHECKPOINT] [--speculative-config JSON ...]
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="batch sizes (default: 1 8)")
     parser.add_argument("--output-len", type=int, default=96, help="tokens per sequence (default: 96)")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: 5)")
     args = parser.parse_args()
     methods = args.speculative_config or [
         '{"method": "ngram"}',
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 Engines = dict[tuple[str, bool], LLM]
-"""Engines by JSON of the method, and whether it is adaptive (stops when drafting does not pay)."""
+"""Engines by ``speculative_config`` (JSON) and ``adaptive`` (stop drafting while it lowers the throughput)."""
 
 
 def measure(
@@ -72,7 +72,7 @@ def measure(
     params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
 
     def run(llm: LLM) -> float:
-        """Tokens per second."""
+        """Generate for all prompts in batches; returns tokens per second."""
         tokens, seconds = 0, 0.0
         for start in range(0, len(prompts), batch):
             some = (prompts * batch)[start : start + batch]

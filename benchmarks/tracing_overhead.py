@@ -1,9 +1,9 @@
-"""Overhead of tracing: concurrently running servers with tracing off, for 10 % and for 100 % of the requests are
+"""Overhead of tracing: three servers that trace 0 %, 10 % and 100 % of the requests run at the same time, and are
 measured alternately.
 
 python benchmarks/tracing_overhead.py [CHECKPOINT] [--against FOLDER]
 
-A small model makes the server's work dominate. The collector (tests/support/collector.py) runs on the same machine and
+With a small model, most time is the server's work. The collector (tests/support/collector.py) runs on this machine and
 discards its data; it affects speed, but not the servers' processor time. Each round measures every server once, in
 random order; ratios are relative to the server without tracing in the same round. The results are the median of the
 ratios with its 95 % bootstrap interval. The minimum of processor time over all rounds is least affected by other load.
@@ -73,7 +73,7 @@ def main() -> None:
                 begun = cpu_seconds(urls[name])
                 figures = measure(urls[name], args.max_concurrency, args, seed=turn + 1)
                 figures["cpu"] = 1e3 * (cpu_seconds(urls[name]) - begun) / figures["completed"]
-                if turn >= 0:  # the first one warms up
+                if turn >= 0:  # round -1 is a warm-up
                     found[name].append(figures)
     print(
         f"load before: {before:.1f} on {os.cpu_count()} cores; {args.max_concurrency} streams, {args.rounds} rounds\n"
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def cpu_seconds(url: str) -> float:
-    """Processor time so far of a server's processes: the one with its port in the command line, and descendants."""
+    """Processor time in seconds of a server's process, found by the port in its command line, and its descendants."""
     port, parents, times, first = url.rpartition(":")[2], {}, {}, set()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -2,8 +2,8 @@
 
 python benchmarks/web_page.py [--rounds 7] [--url http://127.0.0.1:8000]
 
-Without --url a server with the built-in model is started. Each round uses a new browser profile, so that nothing is
-cached. The results are medians.
+Without --url, a server with the built-in model is started. Each round uses a new browser profile with an empty cache.
+The results are medians.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from serving import Served
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="number of rounds (default: 7)")
     parser.add_argument("--url", default="", help="URL of a running server (default: start one)")
     args = parser.parse_args()
     paints, models, sizes = [], [], []

@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _is_precise(name: str) -> bool:
-    """True for some matrices of every other layer, as in llama.cpp's mixture."""
+    """True for value and down projections of every other layer, which are Q6_K in llama.cpp's mixture."""
     return "attn_v" in name or "ffn_down" in name if int(name.split(".")[1]) % 2 else False
 
 

@@ -1,9 +1,9 @@
 // Products with the processor's matrix unit (AMX).
 //
-// A tile has up to 16 rows of 64 bytes. A packed matrix consists of such rows: the vector of a step and 16 columns is one,
-// and 16 steps are a tile. An instruction adds the inputs of 16 steps to an output, in an internal order. So results do not
-// depend on how many rows share an instruction, but floating-point results differ from those of vectors. bfloat16 products
-// therefore use AMX even for a single row.
+// A tile has up to 16 rows of 64 bytes. A packed matrix consists of such rows: a row is the vector of a step for 16 columns,
+// and a tile is 16 steps. An instruction adds the products of 16 steps to an output, in an internal order. Therefore results
+// do not depend on the number of rows in an instruction, but floating-point results differ from those of vector kernels, and
+// bfloat16 products use AMX even for a single row.
 
 #pragma once
 
@@ -24,9 +24,9 @@ constexpr int64_t kAmxTileInputs = kAmxTileRows * Step::kInputs;
 constexpr int64_t kRowBlock = kHasAmx ? 256 : 96;  // rows of a linear layer's task
 constexpr int64_t kTaskRows = kHasAmx ? kMaxAmxRows : 24;  // query rows of an attention task
 
-// sums[rows][columns] = x[rows][inputs] * panel[inputs][columns] (`from_zero`), or added to `sums`; for at most kMaxAmxRows
-// rows. Rows of x are `ldx` elements apart, those of sums `lds`, steps of the panel `stride` bytes. Columns are a multiple
-// of 16. Prefetches `ahead` with each tile step. Requires an AmxScope.
+// sums[rows][columns] += x[rows][inputs] * panel[inputs][columns], for at most kMaxAmxRows rows. With `from_zero`, the sums
+// start from zero. Rows of x are `ldx` elements apart, rows of sums `lds` elements, steps of the panel `stride` bytes. The
+// number of columns is a multiple of 16. Prefetches `ahead` with each tile step. Requires an AmxScope.
 template <class Step>
 void multiply_amx(const typename Step::X* x, int64_t ldx, int64_t rows, const void* panel, int64_t stride, int64_t columns,
                   int64_t inputs, typename UsesAmx<Step>::Sum* sums, int64_t lds, bool from_zero, Prefetch ahead = {});
@@ -62,11 +62,11 @@ struct UsesAmx<UInt8Step> : std::true_type {
   }
 };
 
-// Number of rows that this thread's tiles are configured for; 0: not configured.
+// Number of rows for which the tiles of this thread are configured; 0: not configured.
 inline thread_local int configured_rows = 0;
 
-// A scope in which a thread may use AMX. Other code on the same thread may configure tiles differently, so the configuration
-// is unknown at the beginning, and released at the end.
+// A scope in which a thread may use AMX. Other code on the same thread may configure tiles differently. Therefore the scope
+// assumes no configuration at its beginning, and releases the tiles at its end.
 struct AmxScope {
   AmxScope() { configured_rows = 0; }
   ~AmxScope() {
@@ -74,8 +74,9 @@ struct AmxScope {
   }
 };
 
-// Up to 16 rows: tiles 0 to 3 are sums of adjacent columns, 4 is inputs, 5 to 7 are weights. More rows: 0 and 1 are sums of
-// the first 16 rows, 2 and 3 of the others, 4 and 5 are the inputs of both, 6 and 7 are weights.
+// Configures the tiles. Up to 16 rows: tiles 0 to 3 are sums of adjacent columns, 4 is inputs, 5 to 7 are weights. More
+// rows: tiles 0 and 1 are sums of the first 16 rows, 2 and 3 sums of the other rows, 4 and 5 the inputs of the first and the
+// other rows, 6 and 7 are weights.
 inline void configure_tiles(int rows) {
   if (rows == configured_rows) return;
   struct {
@@ -112,7 +113,7 @@ inline void tile_add() {
   UsesAmx<Step>::template add<sum, x, w>();
 }
 
-// Prefetches `lines` cache lines; into L1 if they are read next.
+// Prefetches `lines` cache lines, into the L1 cache if they are read next (`near`).
 PENSTOCK_INLINE inline void prefetch_lines(Prefetch& ahead) {
   if (ahead.near)
     for (int64_t i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.at + i * 64, 0, 3);
@@ -167,7 +168,7 @@ void tile_block(const typename Step::X* x, int64_t ldx, int64_t rows, const char
     prefetch_lines(ahead);
     tile_step<Step, two, C>((const char*)(x + i * n), ldx * bytes, panel + i * kAmxTileRows * stride, stride);
   }
-  if (const int64_t rest = inputs % n) {  // padded with zeros, which do not change the sums
+  if (const int64_t rest = inputs % n) {  // the last inputs are padded with zeros, which do not change the sums
     alignas(64) char padded_x[kMaxAmxRows * 64] = {}, padded_w[kAmxTileRows * C * 64] = {};
     for (int64_t r = 0; r < rows; r++) memcpy(padded_x + r * 64, x + r * ldx + steps * n, rest * bytes);
     const char* from = panel + steps * kAmxTileRows * stride;
@@ -220,7 +221,7 @@ int64_t run_dots_amx(int64_t products) {
 
 #else
 
-// Does nothing. The destructor prevents warnings about unused variables.
+// A scope without effect. Its destructor prevents warnings about unused variables.
 struct AmxScope {
   ~AmxScope() {}
 };

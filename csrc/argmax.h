@@ -1,9 +1,10 @@
-// Largest output of each row, without storing the others.
+// Largest output of each row, without storing all outputs.
 //
-// If a matrix has a sketch, its copy in 8 bits, most outputs need not be computed. With x = x' + e and w = w' + f, where x'
+// If a matrix has a sketch (a copy in 8 bits), most outputs need not be computed. With x = x' + e and w = w' + f, where x'
 // and w' are the quantized vectors, x w and x' w' differ by x f + e w', which is at most |x| |f| + |e| |w'|
-// (Cauchy-Schwarz). So the sketch bounds each output, and outputs whose upper bound is below the lower bound of another one
-// are discarded. The remaining ones are computed as in the full product, so that the result has the same bits.
+// (Cauchy-Schwarz). Therefore the sketch bounds each output. An output is discarded if its upper bound is below the lower
+// bound of another output. The remaining outputs are computed like in the full product, so that the result has the same
+// bits.
 
 #pragma once
 
@@ -15,14 +16,14 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// Replaces outputs of a row that are not allowed by minus infinity.
+// Replaces the outputs of a row that the bitmask does not allow by minus infinity.
 inline f32x16 apply_bitmask(const Bitmask& a, int64_t row, int64_t output, f32x16 values) {
   if (!a.bits || output / 16 >= a.stride) return values;  // padding of the last panel
   const i32x16 bits = i32x16{} + int32_t(a.bits[row * a.stride + output / 16]);
   return select(((bits >> iota()) & 1) != 0, values, broadcast(kNegInf));
 }
 
-// Finds the largest output of each row, the first in a tie.
+// Finds the largest output of each row for the panels of a task, the first one in a tie.
 inline void argmax_block(const ArgMax& l, int64_t task) {
   const Linear& a = l.product;
   const int64_t tasks = ceil_div(a.matrix.outputs, kPanel * a.panels), task_index = task % tasks;
@@ -77,7 +78,7 @@ inline f32x16 sqrt(f32x16 v) {
 // Bound of the rounding error of a float dot product, relative to |x| |w|, for any order of summation; with a margin.
 inline float rounding_slack(int64_t in) { return float(in + 16) * 0x1p-22f; }
 
-// Upper bound of a norm: with a margin for its rounding error, and for squares that underflow.
+// Upper bound of a norm, with a margin for its rounding error and for squares that underflow.
 inline float upper_norm(float norm) { return norm * 1.01f + 1e-17f; }
 
 template <class T>
@@ -111,7 +112,7 @@ void sketch_panel(const Sketch& s, int64_t number) {
     norm = std::fmax(norm, reduce_max(sqrt(squares)));
     is_finite = is_finite && sum(error_squares) + sum(squares) < __builtin_inff();
   }
-  // The products with the sketch have rounding errors, too. Matrices with values that are not finite have no bounds.
+  // Add the rounding errors of products with the sketch. Matrices with values that are not finite have no bounds.
   s.error_norms[number] = is_finite ? upper_norm(error_norm + rounding_slack(m.in) * norm) : __builtin_nanf("");
   s.norms[number] = upper_norm(norm);
 }

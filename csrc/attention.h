@@ -1,9 +1,9 @@
 // Paged attention for prefill and decode.
 //
 // A task computes some rows (queries times heads that share a KV head). It processes the sequence's positions in order, in
-// spans of 64 absolute positions, with online softmax (Milakov and Gimelshein, 2018). So the result of a row does not depend
-// on the other rows of its task, on chunked prefill, or on the block size, as long as keys and values are finite. Products
-// take six rows at a time. All rows of a task process a span before the next one, so that it is read from the cache.
+// spans of 64 absolute positions, with online softmax (Milakov and Gimelshein, 2018). Therefore the result of a row does not
+// depend on the other rows of its task, on chunked prefill, or on the block size, if keys and values are finite. Products
+// take six rows at a time. All rows of a task process a span before the next span, while it is in the processor's cache.
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace penstock {
 namespace PENSTOCK_ISA {
 
 constexpr float kLog2E = 1.44269504088896341f;
-constexpr float kRescaleThreshold = 8.0f;  // log2: softmax weights may grow up to 256 before accumulators are rescaled
+constexpr float kRescaleThreshold = 8.0f;  // log2 of the largest softmax weight before accumulators are rescaled: 256
 
 // --- Cache layout ----------------------------------------------------------------------------------------------------
 
@@ -29,8 +29,8 @@ struct UnquantizedKV {
   static constexpr bool kQuantized = false;
 };
 
-// Keys and values in 8 bits with one scale per vector; keys are stored with 128 added. Queries, and softmax weights within a
-// span of positions, are quantized, too.
+// Keys and values in 8 bits with one scale per vector; keys are stored with 128 added. Queries are also quantized, and so
+// are the softmax weights within a span of positions.
 struct Int8KV {
   using Element = int8_t;
   using KeyStep = Int8Step;
@@ -48,7 +48,7 @@ struct KVPanel {
     return 2 * size * (dim * sizeof(typename K::Element) + (K::kQuantized ? sizeof(float) : 0));
   }
 
-  // `number`: index of the panel, counted over panels and heads.
+  // `number`: panel * KV heads + head.
   KVPanel(const void* cache, int64_t number, int64_t dim, int64_t size) {
     keys = (typename K::Element*)((char*)cache + number * bytes(dim, size));
     values = keys + dim * size;
@@ -71,7 +71,7 @@ inline void write_value(typename K::Element* panel, int64_t position, const type
   constexpr int n = K::ValueStep::kInputs;
   typename K::Element* to = panel + position / n * n * dim;
 #if defined(__AVX512BW__)
-  if constexpr (n > 1) {  // 16 elements at a time, with masks, as other threads may write other positions
+  if constexpr (n > 1) {  // writes 16 elements at a time, with masks, since other threads may write other positions
     const int part = int(position % n * sizeof(*to));
     const uint64_t bytes = (sizeof(*to) == 1 ? 0x1111111111111111 : 0x3333333333333333) << part;
     for (; dim >= 16; dim -= 16, value += 16, to += 16 * n) {
@@ -84,7 +84,7 @@ inline void write_value(typename K::Element* panel, int64_t position, const type
   for (int64_t d = 0; d < dim; d++) to[d * n + position % n] = value[d];
 }
 
-// Read a key and a value back.
+// Reads a key that `write_key` has written.
 template <class K>
 inline void read_key(const typename K::Element* panel, int64_t position, int64_t size, typename K::Element* key,
                      int64_t dim) {
@@ -92,6 +92,7 @@ inline void read_key(const typename K::Element* panel, int64_t position, int64_t
   for (int64_t d = 0; d < dim; d += n) memcpy(key + d, panel + d * size + position * n, n * sizeof(typename K::Element));
 }
 
+// Reads a value that `write_value` has written.
 template <class K>
 inline void read_value(const typename K::Element* panel, int64_t position, typename K::Element* value, int64_t dim) {
   constexpr int n = K::ValueStep::kInputs;
@@ -133,7 +134,7 @@ void store_token(const Store& a, int64_t token) {
   }
 }
 
-// Copies the tokens of a task from the cache to the buffer (`out`), or back.
+// Copies the tokens of a task from the cache to the buffer (`out`), or from the buffer to the cache.
 template <class K, bool out>
 void transfer_tokens(const KVTransfer& a, int64_t task) {
   using Element = typename K::Element;
@@ -176,8 +177,8 @@ void transfer_tokens(const KVTransfer& a, int64_t task) {
 
 // --- Products --------------------------------------------------------------------------------------------------------
 
-// x[R][inputs] * panel[inputs][columns of `width`], as many columns at a time as registers hold. A vector's sums start with
-// `begin(row, column)` and are passed to `finish(row, column, sums)`. Prefetches `ahead`.
+// Multiplies x[R][inputs] by `columns` of the `width` columns of a panel, as many columns at a time as registers hold. The
+// sums of a vector start with `begin(row, column)` and are passed to `finish(row, column, sums)`. Prefetches `ahead`.
 template <class Step, int R, class Begin, class Finish>
 PENSTOCK_INLINE inline void multiply_columns(const typename Step::In* x, int64_t ldx, const void* panel, int64_t width,
                                              int64_t columns, int64_t inputs, Prefetch ahead, Begin&& begin,
@@ -204,7 +205,7 @@ template <class K>
 constexpr bool kUsesAmx = UsesAmx<typename K::KeyStep>::value;
 constexpr int64_t kMaxRowsAtOnce = kHasAmx ? kTaskRows : kTileRows;  // maximum number of rows that process a span together
 
-// State of a task's rows. Queries are `dim` elements apart, outputs the size of a value.
+// State of a task's rows. Queries are `dim` elements apart, outputs as many elements as a value has.
 template <class K>
 struct QueryRows {
   typename K::KeyStep::In* q;  // cache-line aligned, like `out`
@@ -212,8 +213,8 @@ struct QueryRows {
   f32x16 weight_sum[kTaskRows];
   float max_score[kTaskRows + 16];
   int64_t last_key[kTaskRows], first_key[kTaskRows];  // a row attends to positions first_key..last_key
-  Quantization quantization[kTaskRows];  // of q
-  // For the rows in progress; rows are a span apart.
+  Quantization quantization[kTaskRows];  // scale and sum of each quantized query
+  // Scores and weights of the rows in progress; rows are kSpan elements apart.
   alignas(64) float scores[kMaxRowsAtOnce * kSpan];
   alignas(64) typename K::ValueStep::In weights[kMaxRowsAtOnce * kSpan];
   float scales[kMaxRowsAtOnce];  // scales of quantized weights
@@ -246,9 +247,9 @@ struct AttentionTile {
   const KVPanel<K>& span;
   const KVPanel<K>& next;
   int64_t dim, value_dim, begin;  // elements of a key and of a value
-  int64_t filled, columns;  // visible positions of any row; rounded up to whole vectors
+  int64_t filled, columns;  // number of positions that are visible to any row; the same rounded up to whole vectors
 
-  // The next span is prefetched while the first rows process this one.
+  // Prefetches the next span while the first rows process this span.
   Prefetch prefetch_span(const void* next, int rows) const {
     return {(const char*)next, first ? 0 : ceil_div(column_vectors(rows) * kWidth, 16)};
   }
@@ -298,8 +299,8 @@ PENSTOCK_NOINLINE void score_amx(AttentionTile<K>& m, int count) {
     }
 }
 
-// Computes the scales of visible positions' values, relative to the largest of them and times 255, the quantized weight of
-// 1. Returns the largest scale.
+// Computes the scales of the visible positions' values, divided by the largest of these scales, and times 255 (the quantized
+// weight for 1). Returns the largest scale.
 inline float relative_scales(const float* scales, int64_t columns, f32x16* relative, auto&& visible) {
   f32x16 maximum = {};
   for (int64_t p = 0; p < columns; p += 16) {
@@ -312,8 +313,8 @@ inline float relative_scales(const float* scales, int64_t columns, f32x16* relat
   return largest_scale;
 }
 
-// Turns scores into softmax weights, e^(scale * x) = 2^(power * x), relative to `max_score`: the maximum so far, or one that
-// is at most kRescaleThreshold lower, so that accumulators are not rescaled for every new maximum.
+// Converts scores to softmax weights, e^(scale * x) = 2^(power * x), relative to `max_score`. This is the maximum so far, or
+// an earlier maximum that is lower by at most kRescaleThreshold, so that not every new maximum rescales the accumulators.
 template <class K, int R>
 PENSTOCK_NOINLINE void update_softmax(AttentionTile<K>& m, int at, float power) {
   const int64_t first = m.first + at;  // index of the first query row of this call
@@ -325,7 +326,7 @@ PENSTOCK_NOINLINE void update_softmax(AttentionTile<K>& m, int at, float power) 
     const i32x16 position = iota() + int32_t(m.begin + p);
     return (position >= int32_t(m.rows.first_key[row])) & (position <= int32_t(m.rows.last_key[row]));
   };
-  float row_max[16], bases[16], shares[16];  // one per row
+  float row_max[16], bases[16], shares[16];  // values of each row
   store(row_max, broadcast(kNegInf));
   for (int r = 0; r < R; r++) {
     float* scores = m.rows.scores + (at + r) * kSpan;
@@ -358,7 +359,7 @@ PENSTOCK_NOINLINE void update_softmax(AttentionTile<K>& m, int at, float power) 
     const float* scores = m.rows.scores + (at + r) * kSpan;
     auto* weights = m.rows.weights + (at + r) * kSpan;
     f32x16 sums = {};
-    if constexpr (K::kQuantized) {  // the largest weight of the span is about 255
+    if constexpr (K::kQuantized) {  // quantized weights are at most about 255
       float row_scale = value_scale;
       if (!all_visible(row)) {
         row_scale = relative_scales(m.span.value_scales, m.columns, relative, [&](int64_t p) { return visible(row, p); });
@@ -441,7 +442,7 @@ void attend(QueryRows<K>& rows, int first, int count, const KVPanel<K>& span, co
   int64_t last = 0;
   for (int r = 0; r < count; r++) last = rows.last_key[first + r] > last ? rows.last_key[first + r] : last;
   if (last < begin) return;
-  // Number of visible positions of the span. Beyond it is arbitrary data of other sequences.
+  // Number of visible positions of the span. Later positions hold arbitrary data of other sequences.
   const int64_t filled = last + 1 - begin < kSpan ? last + 1 - begin : kSpan;
   AttentionTile<K> m{rows, first, span, next, dim, value_dim, begin, filled, (filled + 15) / 16 * 16};
   if constexpr (kUsesAmx<K>) {
@@ -465,7 +466,7 @@ template <class K>
 void copy_panel(const KVPanel<K>& span, int64_t at, const KVPanel<K>& panel, int64_t dim, int64_t size) {
   constexpr int n = K::KeyStep::kInputs;
   for (int64_t d = 0; d < dim; d += n)
-    for (int64_t p = 0; p < size; p += 16)  // as many as fill 64 bytes
+    for (int64_t p = 0; p < size; p += 16)  // 16 positions fill 64 bytes
       memcpy(span.keys + d * kSpan + (at + p) * n, panel.keys + d * size + p * n, 16 * n * sizeof(typename K::Element));
   memcpy(span.values + at * dim, panel.values, size * dim * sizeof(typename K::Element));
   if constexpr (K::kQuantized) {
@@ -480,7 +481,7 @@ void prefetch(const KVPanel<K>& panel, int64_t dim, int64_t size) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)panel.keys + i, 0, kHasAmx ? 3 : 2);
 }
 
-// Consecutive tasks have the same KV head, so that its keys and values stay in the cache.
+// Computes a task. Consecutive tasks have the same KV head, so that its keys and values stay in the processor's cache.
 template <class T, class K>
 void attention_task(const Attention& a, int64_t task) {
   const int64_t tiles = a.tasks / a.kv_heads, tile = task % tiles, kv_head = task / tiles;
@@ -505,7 +506,7 @@ void attention_task(const Attention& a, int64_t task) {
     const int64_t last_key = std::min<int64_t>(a.key_ends ? a.key_ends[start + query] - 1 : last_visible, end);
     offsets[r] = ((start + query) * a.heads + head) * dim;
     out_offsets[r] = (start + query) * a.out_stride + head * dim;
-    const T* q = (const T*)a.q + offsets[r];  // rows may be a page apart, and hardware prefetchers do not cross pages
+    const T* q = (const T*)a.q + offsets[r];  // prefetched here, since hardware prefetchers do not cross pages
     for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(q + d);
     rows.last_key[r] = last_key;
     rows.first_key[r] = from;
@@ -531,7 +532,7 @@ void attention_task(const Attention& a, int64_t task) {
   if (size == kSpan) {
     KVPanel<K> span = panel_at(sequence, begin, kv_head);
     for (int64_t at = begin; at <= last; at += kSpan) {
-      // After a task's last span, the first span of the task that probably follows.
+      // Next span to prefetch: after the last span of a task, the first span of the task that probably follows.
       const KVPanel<K> next = at + kSpan <= last ? panel_at(sequence, at + kSpan, kv_head)
                               : tile + 1 < tiles ? panel_at(a.tiles[2 * (tile + 1)], 0, kv_head)
                                                  : panel_at(a.tiles[0], 0, (kv_head + 1) % a.kv_heads);

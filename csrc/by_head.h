@@ -1,5 +1,5 @@
-// Products with a separate matrix per head, for latent attention. The rows of a head are gathered, then multiplied like
-// those of linear layers, so that the sums of a row do not depend on other rows.
+// Products with a separate matrix per head, for latent attention. The rows of a head are gathered, then multiplied like the
+// rows of linear layers, so that the sums of a row do not depend on other rows.
 
 #pragma once
 

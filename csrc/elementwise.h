@@ -44,7 +44,7 @@ inline float sum_of_squares(int64_t size, F&& get) {
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-// The normalized value is rounded before the multiplication only if the weights have the type of x.
+// Norm of a row. The normalized value is rounded before the multiplication only if the weights have the type of x.
 template <class T, class Weight>
 void norm_row_with(const Norm& a, int64_t row) {
   for (int64_t group = 0; group < a.groups; group++) {
@@ -116,7 +116,7 @@ void rope_token(const Rope& a, int64_t token) {
   }
 }
 
-// The error function with error 2e-7 (Abramowitz and Stegun, 1964, 7.1.26).
+// The error function, with an error of at most 2e-7 (Abramowitz and Stegun, 1964, 7.1.26).
 inline f32x16 erf(f32x16 x) {
   const f32x16 size = max(x, -x), t = inverse(fma(size, broadcast(0.3275911f), broadcast(1.0f)));
   f32x16 p = broadcast(1.061405429f);
@@ -158,7 +158,7 @@ inline void with_activation(Activation activation, Work&& work) {
 template <Activation activation>
 inline f32x16 gated(f32x16 x, f32x16 up) {
   if constexpr (activation == Activation::swigluoai) {
-    x = select(x > 7.0f, broadcast(7.0f), x);  // NaN is kept
+    x = select(x > 7.0f, broadcast(7.0f), x);  // keeps NaN
     up = select(up > 7.0f, broadcast(7.0f), select(up < -7.0f, broadcast(-7.0f), up));
     return (up + 1.0f) * x * inverse(exp(x * -1.702f) + 1.0f);
   }

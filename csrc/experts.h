@@ -1,8 +1,9 @@
-// Mixture of experts (Shazeer et al., 2017): router, products of each expert and its assigned rows, which may be anywhere in
-// the batch, and weighted sum of a token's experts.
+// Mixture of experts (Shazeer et al., 2017): router, products of each expert with its assigned rows, and weighted sum of the
+// outputs of a token's experts.
 //
-// The rows of an expert are gathered, then multiplied like those of linear layers, so that the sums of a row do not depend
-// on other rows or their number. The outputs of a token's experts are added in the order of its expert ids.
+// The rows of an expert are gathered from the batch, then multiplied like the rows of linear layers, so that the sums of a
+// row do not depend on other rows or their number. The outputs of a token's experts are added in the order of its expert
+// ids.
 
 #pragma once
 
@@ -26,7 +27,7 @@ inline Linear gather_expert_rows(const ExpertLinear& a, int64_t first, int64_t e
     X* const x = (X*)scratch(x_memory, ceil_div(rows * width * sizeof(X), sizeof(CacheLine)));
     float* const scales = scratch(scales_memory, rows * scales_per_row);
     static_assert(sizeof(int32_t) == sizeof(float));
-    auto* const group_sums = (int32_t*)scratch(sums_memory, rows * stride);  // or floats
+    auto* const group_sums = (int32_t*)scratch(sums_memory, rows * stride);  // floats if the format has no integers
     gathered.x = x, gathered.x_scales = scales, gathered.x_sums = group_sums;
     for (int64_t i = 0; i < rows; i++) {
       const int64_t row = a.assignments[first + i] / a.assignments_per_row;
@@ -73,7 +74,7 @@ void expert_block(const ExpertLinear& a, int64_t task) {
     multiply_rows(ready, 0, s.end, column, column + kPanel, sink);
 }
 
-// NaN is never the maximum, so that each selected id is valid for any logits.
+// Index of the maximum, ignoring NaN, so that each selected id is valid for any logits.
 inline int64_t index_of_max(const float* scores, int64_t count) {
   int64_t best = 0;
   for (int64_t i = 1; i < count; i++)

@@ -2,7 +2,7 @@
 //
 // Quantized formats store integers q and a scale for each output and group of inputs; a weight is q * scale. Each group is
 // summed separately, and its scaled sum is added to the output, so that the order of summation is the same for any number of
-// rows. If a weight is q * scale + offset, the offset times the sum of the group's inputs is added next.
+// rows. If a weight is q * scale + offset, the offset times the sum of the group's inputs is added after that.
 
 #pragma once
 
@@ -17,7 +17,7 @@ struct InputRange {
   int64_t begin, end;
 };
 
-// Loads sums [rows][kPanel] from `acc`, or zeros; and stores them.
+// Loads sums [rows][kPanel] from `acc`, or zeros with `from_zero`; `store_acc` stores sums.
 template <class Sum, int R, int G>
 PENSTOCK_INLINE inline void load_acc(bool from_zero, const float* acc, Sum (&sums)[R][G]) {
   PENSTOCK_FOR (int r = 0; r < R; r++)
@@ -86,8 +86,8 @@ struct Unquantized {
   }
 };
 
-// Quantized weights of `Bits` bits, stored with `Zero` added. A `Unit` packs the weights of a step for one output. A product
-// has up to `Rows` rows of `Groups` vectors of columns; 0: as many as fit into registers.
+// Quantized weights of `Bits` bits, stored with `Zero` added. A unit `U` packs the weights of a step for one output. A
+// product has up to `Rows` rows of `Groups` vectors of columns; 0: as many as fit into registers.
 template <class S, int Bits, int Zero, class U, int Rows = kTileRows, int Groups = 0>
 struct Quantized {
   using Step = S;
@@ -97,8 +97,8 @@ struct Quantized {
   static constexpr int kBits = Bits, kZero = Zero, kRows = Rows;
   static constexpr bool kHasIntegerScales = kIntegers && Bits == 4;
   static constexpr int groups(int rows) { return Groups ? Groups : column_vectors(rows); }
-  // Format for products of at least kManyRows rows: integers converted to bfloat16 once for all rows; or, if groups are
-  // summed separately, fewer columns at a time, so that both the sums of groups and the outputs stay in registers.
+  // Format for products of at least kManyRows rows. Weight-only formats: weights are converted to bfloat16 once for all
+  // rows. W4A8 with narrow sums: fewer columns at a time, so that both the sums of groups and the outputs stay in registers.
   static constexpr bool kNarrow = std::is_same_v<S, Int4Step> && kWidth == 16 && !HasSum16<S> && !Groups;
   using ManyRows = std::conditional_t<!kIntegers, Quantized<Bf16Step, Bits, 0, U>,
                                       std::conditional_t<kNarrow, Quantized<S, Bits, Zero, U, 7, 2>, Quantized>>;
@@ -112,8 +112,9 @@ struct Quantized {
     return m.offsets.data ? value + get_group(m.offsets, at) : value;
   }
 
-  // With a single group, `acc` holds sums between chunks and outputs after the last chunk; else it holds outputs. Row and
-  // output scales are applied by `apply_epilogue`. `scales`: index of the panel's first scale.
+  // Adds the products of a chunk to `acc`. With a single group, `acc` holds sums between chunks, and outputs after the last
+  // chunk; with several groups, it holds outputs. `apply_epilogue` applies row and output scales. `scales`: index of the
+  // panel's first scale.
   template <int R, int G>
   PENSTOCK_INLINE static void product(const Linear& a, int64_t row, const char* panel, int64_t scales, InputRange chunk,
                                       Prefetch ahead, float* acc) {
@@ -157,8 +158,8 @@ struct Quantized {
     store_acc(out, acc);
   }
 
-  // Product with int8 group scales, accumulated in int32. A group has at most 32 inputs, so its sum fits in 16 bits, and a
-  // matrix of a single group is one chunk.
+  // Product with int8 group scales, accumulated in int32. A group has at most 32 inputs, so that its sum fits into 16 bits,
+  // and a matrix of a single group is one chunk.
   template <int R, int G>
   PENSTOCK_INLINE static void product_of_integers(const Linear& a, int64_t row, const char* panel, int64_t scales,
                                                   InputRange chunk, Prefetch ahead, float* acc) {
@@ -193,7 +194,7 @@ struct Quantized {
   }
 
  private:
-  // `x_sums`: index of the first row's input sum; those of the next row are `stride` further on.
+  // Subtracts `Zero` times the inputs. `x_sums`: index of the first row's input sum; sums of two rows are `stride` apart.
   template <int R, int G>
   PENSTOCK_INLINE static void shift(const Linear& a, int64_t x_sums, int64_t stride, typename S::Sum (&sums)[R][G]) {
     if constexpr (kIntegers)
@@ -219,7 +220,7 @@ struct Quantized {
     using In = typename S::In;
     constexpr int n = S::kInputs;
     const int64_t in = a.matrix.in, width = kIntegers ? (in + 7) / 8 * 8 : in, inputs = chunk.end - chunk.begin;
-    // Integers are padded with zeros, so that there is no partial step.
+    // Rows of integers are padded with zeros, so that the last step is complete.
     multiply<S, R, G>((const In*)a.x + row * width + chunk.begin, width, panel + chunk.begin / n * kStride<S>, kStride<S>,
                       kIntegers ? (inputs + n - 1) / n * n : inputs, sums, ahead);
   }
@@ -277,8 +278,8 @@ struct alignas(64) CacheLine {
   char bytes[64];
 };
 
-// Converts the steps of a panel to those of a wider format (`Step::widened`), once for all rows. Prefetches `ahead` bytes
-// ahead unless that is 0.
+// Converts the steps of a panel to steps of a wider format (`Step::widened`), once for all rows. The result is in
+// thread-local memory, valid until the next call. Prefetches `ahead` bytes ahead; 0: no prefetch.
 template <class Step>
 const char* widen(const char* panel, int64_t steps, int64_t ahead = 0) {
   constexpr int parts = sizeof(typename Step::Widened) / sizeof(u32xw), groups = kPanel / kWidth;
@@ -358,7 +359,8 @@ inline const char* convert_panel_to_w8a8(const Matrix& m, const char* panel, int
   return to;
 }
 
-// W4A8 with int8 group scales for a few rows: weights are converted to 8 bits in registers, so groups need no separate sums.
+// W4A8 with int8 group scales for a few rows: weights are converted to 8 bits in registers, so that groups need no separate
+// sums.
 struct ScaledW4A8 : Quantized<Int4Step, 4, 8, W4A8Unit, 8, 2> {
   using ManyRows = ScaledW4A8;
 

@@ -23,8 +23,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Sleeps until `value` differs from `seen`, at most `seconds`; may return early. Uses a futex, which works across processes,
-// unlike std::atomic::wait.
+// Sleeps until `value` differs from `seen`, for at most `seconds`; may return early. Uses a futex, which works across
+// processes, unlike std::atomic::wait.
 void sleep_on(std::atomic<uint32_t>& value, uint32_t seen, double seconds) {
 #if defined(__linux__)
   const timespec limit{time_t(seconds), long((seconds - double(time_t(seconds))) * 1e9)};
@@ -45,8 +45,9 @@ void wake_all(std::atomic<uint32_t>& value) {
 
 }  // namespace
 
-// Publishes a rank's progress. A sleeper first increments `sleepers`, then reads `changes`; this function first changes
-// `changes`, then reads `sleepers`. Both are sequentially consistent, so at least one sees the other.
+// Publishes a rank's progress. A sleeper first increments `sleepers`, then reads `changes`; this function first increments
+// `changes`, then reads `sleepers`. All these operations are sequentially consistent. Therefore the sleeper sees the new
+// `changes`, or this function sees the sleeper.
 uint64_t Group::advance(Rank& rank, uint64_t progress) {
   rank.progress.store(progress, std::memory_order_release);
   rank.changes.fetch_add(1);
@@ -128,7 +129,7 @@ void Group::gather_rows(const void* data, int64_t row_bytes, const int64_t* ids,
   synchronize({next(), offset, row_bytes, row_bytes, count, 1, 0});
 }
 
-// Reaches a barrier, and waits for the others. This rank's rows are in `outgoing_`, after space for the header.
+// Reaches a barrier, and waits for the other ranks. This rank's rows are in `outgoing_`, after space for the header.
 void Group::synchronize(const Header& header) {
   advance(self(), header.progress);
   if (!peers_.empty()) {
@@ -139,8 +140,8 @@ void Group::synchronize(const Header& header) {
   wait_for_others(header.progress);
 }
 
-// Sends this rank's message to peers, and receives until no peer is behind. Both are done alternately, as peers do the same
-// and their socket buffers may be full.
+// Sends this rank's message to peers, and receives messages until all peers have reached `progress`. Sending and receiving
+// alternate: peers also send before they receive, and their socket buffers may be full.
 void Group::exchange(uint64_t progress) {
   const auto deadline = Clock::now() + std::chrono::duration<double>(seconds_);
   for (Peer& peer : peers_) peer.sent = peer.sends ? 0 : outgoing_.size();
@@ -168,7 +169,7 @@ void Group::exchange(uint64_t progress) {
   }
 }
 
-// Return true if any bytes were transferred.
+// Sends to a peer without waiting. Returns true if any bytes were sent.
 bool Group::try_send(Peer& peer) {
   const ssize_t count = send(peer.socket, &outgoing_[peer.sent], outgoing_.size() - peer.sent, MSG_DONTWAIT | MSG_NOSIGNAL);
   if (count < 0 && (errno == EAGAIN || errno == EINTR)) return false;
@@ -177,6 +178,7 @@ bool Group::try_send(Peer& peer) {
   return true;
 }
 
+// Receives from a peer without waiting. Returns true if any bytes were received.
 bool Group::try_receive(Peer& peer) {
   const bool head = peer.received < sizeof(Header);
   char* to = head ? reinterpret_cast<char*>(&peer.header) + peer.received : &peer.rows[peer.received - sizeof(Header)];
@@ -198,7 +200,7 @@ bool Group::try_receive(Peer& peer) {
   return true;
 }
 
-// Writes a complete message into the memory, then the peer's progress.
+// Writes the rows of a complete message into the shared memory, then the peer's progress.
 void Group::store(Peer& peer) {
   const Header& h = peer.header;
   const char *index = peer.rows.data(), *row = index + (h.indexed ? h.rows * 4 : 0);

@@ -16,24 +16,24 @@ struct LinkLost : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// One rank's view of shared memory, which all ranks of a group on this node map. A rank's progress is the step, and the
-// number of the step's barriers that it has reached, in one increasing number. A rank passes a barrier when no other rank's
-// progress is less than its own, so that a rank whose step has failed does not block the others once it has ended the step.
+// One rank's view of the memory that all ranks of a group on this node share. A rank's progress is one increasing number:
+// the step, and the number of barriers of the step that the rank has reached. A rank passes a barrier when no other rank has
+// less progress. Therefore a rank with a failed step does not block the other ranks once it has ended the step.
 //
-// Ranks of other nodes have progress in this memory, too. Each of them is connected to one rank of this node, and sends it
-// its rows and its progress at a barrier. That rank writes both into the memory when it reaches the barrier itself. Buffers
-// have the same offsets in the memory of all nodes.
+// The memory also has the progress of the ranks of other nodes. Each of these ranks is connected to one rank of this node,
+// and sends its rows and its progress to this rank at a barrier. The receiving rank writes both into the memory when it
+// reaches the barrier. Buffers have the same offsets in the memory of all nodes.
 class Group {
  public:
   static constexpr int64_t kRankBytes = 128;
-  static constexpr int64_t kStepBits = 24;  // low bits of the progress, which count the barriers of a step
+  static constexpr int64_t kStepBits = 24;  // number of low bits of the progress that count the barriers of a step
 
   // `memory`: kRankBytes per rank, initially zeros. `spins`: number of polls before sleeping. `seconds`: timeout.
   Group(void* memory, int rank, int size, int spins, double seconds)
       : ranks_(static_cast<Rank*>(memory)), rank_(rank), size_(size), spins_(spins), seconds_(seconds) {}
 
-  // Adds a connection to a rank of another node. `socket`: owned by the caller. `sends`, `receives`: whether this rank sends
-  // its rows to that one, and receives those of that one. `capacity`: bytes of the memory.
+  // Adds a connection to a rank of another node. `socket`: owned by the caller. `sends`: this rank sends its rows to the
+  // peer. `receives`: this rank receives the peer's rows. `capacity`: bytes of the memory.
   void connect(int socket, int rank, bool sends, bool receives, int64_t capacity);
 
   // Begins a step. All ranks use the same step numbers, from 1.
@@ -43,20 +43,21 @@ class Group {
   // std::runtime_error if a rank does not arrive in time, and LinkLost.
   void gather(const void* data, int64_t row_bytes, int64_t stride, int64_t rows);
 
-  // Like `gather`, where this rank's rows are those of `data` whose id is in [first, end).
+  // `gather`, where this rank's rows are the rows of `data` with an id in [first, end).
   void gather_rows(const void* data, int64_t row_bytes, const int64_t* ids, int64_t rows, int64_t first, int64_t end);
 
   void barrier() { gather(ranks_, 0, 0, 0); }
 
-  // Ends a step, which may have failed on this rank. Returns the first rank that it failed on, or -1. Throws like `gather`.
+  // Ends a step, which may have failed on this rank. Returns the first rank on which the step failed; -1 if it failed on
+  // none. Throws the exceptions of `gather`.
   int end(uint64_t step, bool failed);
 
  private:
   struct alignas(kRankBytes) Rank {
-    std::atomic<uint64_t> progress;  // first, as monitors of the ranks read it
-    std::atomic<uint64_t> failed[2];  // last failed even and odd step, as others may still read that of the previous step
-    std::atomic<uint32_t> changes;  // counts changes of `progress`; a futex
-    std::atomic<uint32_t> sleepers;
+    std::atomic<uint64_t> progress;  // the first field, since monitoring processes read it
+    std::atomic<uint64_t> failed[2];  // last failed even step and last failed odd step, which other ranks may read later
+    std::atomic<uint32_t> changes;  // futex that counts changes of `progress`
+    std::atomic<uint32_t> sleepers;  // number of ranks that sleep on `changes`
   };
 
   // Message at a barrier or at the end of a step, before the rows. With `indexed`, the row numbers (int32) come first.
@@ -72,7 +73,7 @@ class Group {
     size_t sent;  // bytes sent of `outgoing_`
     Header header;  // header of the message that is being received
     size_t received;  // bytes received of the message
-    std::vector<char> rows;  // payload
+    std::vector<char> rows;  // data of the message after its header
   };
 
   Rank& self() { return ranks_[rank_]; }

@@ -1,8 +1,8 @@
 // Walsh-Hadamard transforms of blocks of a row, which spread outliers over the block (QuaRot, Ashkboos et al., 2024).
 //
-// A matrix whose rows are transformed, and divided by the block size, has the same products with transformed rows: H H is
-// the block size times the identity. Butterflies are float32 additions with strides 1, 2, 4, ..., so that all instruction
-// sets give the same bits; `penstock.ops.hadamard` is the definition.
+// If the rows of a matrix are transformed and divided by the block size, their products with transformed inputs do not
+// change: H H is the block size times the identity. The float32 additions have strides 1, 2, 4, ... in this order, so that
+// all instruction sets give the same bits; `penstock.ops.hadamard` is the definition.
 
 #pragma once
 
@@ -39,7 +39,7 @@ inline void butterfly(f32x16& a, f32x16& b) {
   b = a - b, a = sum;
 }
 
-// Transforms 64 inputs, of one or more blocks.
+// Transforms 64 inputs, which are one or more blocks.
 inline void transform(f32x16 (&v)[4], int64_t block) {
   for (f32x16& vector : v) {
     if (block > 1) vector = butterfly<1>(vector);
@@ -58,7 +58,7 @@ float* rotate_blocks(const T* x, int64_t count, int64_t block) {
   thread_local std::vector<float> memory;
   float* const out = scratch(memory, ceil_div(count, kMaxRotation) * kMaxRotation);
   f32x16 v[4];
-  if (block == kMaxRotation) {  // a compile-time constant
+  if (block == kMaxRotation) {  // passes the block size as a compile-time constant
     for (int64_t i = 0; i < count; i += kMaxRotation) {
       for (int g = 0; g < 4; g++) v[g] = load(x + i + g * 16);
       transform(v, kMaxRotation);

@@ -1,7 +1,7 @@
 // Arguments of the kernels, and the table of kernels (`Kernels`) that each instruction set provides.
 //
 // A call is divided into tasks that any thread may run in any order. No sum crosses tasks, and within a task the order of
-// summation of an output depends only on that output. So results do not depend on the rest of the batch.
+// summation of an output depends only on that output. Therefore results do not depend on other rows of the batch.
 //
 // Notation: [rows, in] are the dimensions of a row-major array. "Elements apart" are strides in elements.
 
@@ -17,15 +17,15 @@ namespace penstock {
 enum class Type : int32_t { float32, bfloat16 };
 
 // Storage format of a matrix: unquantized, integers, or 4-bit floating-point numbers (e2m1) with one scale per output and
-// group of inputs. With the `a8` formats, activations are quantized to 8 bits, too.
+// group of inputs. With the `a8` formats, activations are also quantized to 8 bits.
 enum class Format : int32_t { unquantized, w8a8, w4a8, wint8, wint4, wfloat4 };
 
 // Activation functions, in the order of `ACTIVATIONS` and `GATES` in ops/activations.py: gelu is exact, gelu_tanh its tanh
 // approximation. swigluoai is a function of both a gate and the value that it gates.
 enum class Activation : int32_t { silu, gelu, gelu_tanh, relu, tanh, swigluoai };
 
-// Outputs of a panel. A packed [out, in] matrix consists of panels of 64 outputs. A panel stores input after input, so that a
-// vector holds one input (or a few, depending on the format: formats.h) of 16 outputs.
+// Number of outputs of a panel. A packed [out, in] matrix consists of panels of 64 outputs. A panel stores the weights of
+// one input after another, so that a vector holds one input (or a few, depending on the format: formats.h) of 16 outputs.
 constexpr int64_t kPanel = 64;
 
 // A value for each group and output, [panels][groups][64]: float32, float16 (zero or normal), or int8.
@@ -36,16 +36,16 @@ struct GroupValues {
 };
 
 // A packed matrix [outputs, in]. A quantized weight is q * scale + offset. With int8 group scales, it is
-// q * scale * output_scale; q * scale fits in 8 bits, so products are summed in integers.
+// q * scale * output_scale; q * scale fits into 8 bits, so that products are summed in integers.
 struct Matrix {
   const void* panels;
   GroupValues scales, offsets;
   const float* output_scales;  // [panels][64]; null unless group scales are int8
   const float* bias;           // [outputs]; null: absent
   const int32_t* order;        // [in]: index of the input in each column of the panels; null: unpermuted
-  int64_t in, outputs, group;  // `group`: inputs of a group
+  int64_t in, outputs, group;  // `group`: number of inputs of a group
   int64_t rotation;            // size of the Hadamard blocks (hadamard.h); 1: weights are not rotated
-  bool x_in_groups;            // quantized activations have one scale per group, for several groups
+  bool x_in_groups;            // quantized activations have one scale per group, and there are several groups
   Format format;
   Type type;
 };
@@ -64,8 +64,8 @@ struct Linear {
   Activation activation = Activation::silu;  // only for gated products
 };
 
-// Product of selected rows and one of the two matrices of a LoRA adapter: down to the ranks, which are stored contiguously, or
-// from these up, scaled, and added to the layer's output.
+// Product of selected rows and one of the two matrices of a LoRA adapter. Down: from the layer's input to the ranks, which
+// are stored contiguously. Up: from the ranks to the outputs, scaled and added to the layer's output.
 struct LoRA {
   Matrix matrix;  // unquantized
   const void* x;
@@ -77,11 +77,11 @@ struct LoRA {
   float scale;
 };
 
-// Product of an expert's matrix and the rows assigned to it. An assignment is one of the `top_k` experts of a token: number c
-// belongs to token c / top_k.
+// Product of an expert's matrix and the rows assigned to it. An assignment is one of the `top_k` experts of a token: number
+// c belongs to token c / top_k.
 struct ExpertLinear {
   Matrix matrix;
-  const void* x;  // as in Linear, but with unpermuted inputs
+  const void* x;  // like Linear::x, but with unpermuted inputs
   const float* x_scales;
   const void* x_sums;
   void* out;
@@ -102,10 +102,10 @@ struct Router {
   float* weights;  // [tokens, top_k]
   int64_t experts, top_k, groups, top_groups;
   float scale, min_sum;
-  bool sigmoid, sum_top2, renormalize;  // `sum_top2`: a group's score is the sum of its two best scores, else its best
+  bool sigmoid, sum_top2, renormalize;  // `sum_top2`: a group's score is the sum of its two best scores, else its best score
 };
 
-// Weighted sum of the outputs of a token's experts, in their order, plus the output of its shared experts.
+// Weighted sum of the outputs of a token's experts, in the order of x, plus the output of the shared experts.
 struct Combine {
   const void* x;  // [tokens, top_k, size]
   const float* weights;  // [tokens, top_k]
@@ -121,13 +121,13 @@ struct Quantize {
   const void* x;  // [rows, in]
   int8_t* out;  // [rows, padded]
   float* scales;  // [rows], or with `in_groups` [rows, groups]
-  int32_t* sums;  // [rows, groups]; with `has_total` [rows, groups + 1], the last being the sum of the row
+  int32_t* sums;  // [rows, groups]; with `has_total` [rows, groups + 1]: the last entry is the sum of the row
   int64_t in, padded, group, rotation;
   bool in_groups, has_total;
   Type type;
 };
 
-// Rotation of rows for rotated matrices whose format does not quantize rows.
+// Rotation of rows, for rotated matrices with a format that does not quantize rows.
 struct Rotate {
   const void* x;  // [rows, in]
   void* out;  // [rows, in]
@@ -135,7 +135,7 @@ struct Rotate {
   Type type;
 };
 
-// Sums of the groups of a row, for formats with offsets that do not quantize rows.
+// Sums of the groups of a row, for formats that have offsets and do not quantize rows.
 struct GroupSums {
   const void* x;  // [rows, in]
   float* sums;  // [rows, groups]
@@ -143,7 +143,7 @@ struct GroupSums {
   Type type;
 };
 
-// Allowed outputs of each row, one bit each.
+// Allowed outputs of each row: one bit per output.
 struct Bitmask {
   const uint16_t* bits;  // [rows, stride], 16 outputs per element; null: all outputs are allowed
   int64_t stride;
@@ -183,8 +183,8 @@ struct SketchSearch {
   int64_t* counts;  // [tasks]
 };
 
-// Rows of a packed matrix [vocabulary, size], whose first row is row `first` of the full vocabulary. Ids outside the matrix
-// leave their row of `out` unchanged.
+// Lookup of rows of a packed matrix, which has the rows of the vocabulary from `first` on. For ids outside the matrix, the
+// row of `out` is not written.
 struct Embedding {
   Matrix matrix;
   const int64_t* ids;
@@ -199,11 +199,11 @@ struct Pack {
   int64_t first, rows;  // `first`: first row, a multiple of kPanel
 };
 
-// RMS norms or layer norms of [rows, groups, size]; rows of x are `stride` elements apart. With a residual, x is added to it
-// first, and the sum is normalized.
+// RMS norms or layer norms of [rows, groups, size]; rows of x are `stride` elements apart. With a residual, x is first added
+// to the residual, and the sum is normalized.
 struct Norm {
   const void* x;
-  void* residual;  // null: absent; else updated, [rows, size], and groups is 1
+  void* residual;  // [rows, size], updated; `groups` is then 1. null: absent
   const void* weight;  // null: only add to the residual
   void* out;
   int64_t groups, size, stride;
@@ -214,8 +214,9 @@ struct Norm {
   const float* bias;  // [size], with `wide`; null: absent
 };
 
-// Rotary embedding of [tokens, heads, dim]; tokens of x are `stride` elements apart. The first `rotary` elements of each head
-// are rotated by the table's angles at the token's position: halves against each other or, interleaved, adjacent elements.
+// Rotary embedding of [tokens, heads, dim]; tokens of x are `stride` elements apart. The first `rotary` elements of each
+// head are rotated by the table's angles at the token's position: halves against each other or, interleaved, adjacent
+// elements.
 struct Rope {
   const void* x;
   void* out;
@@ -253,9 +254,9 @@ struct ToFloat32 {
 };
 
 // Stores keys and values in a layer's cache. The cache holds, for each panel of `panel` positions (`panel_positions` of the
-// block size) and head, the keys, then the values. Keys are stored as a matrix of `panel` columns and `dim` inputs, values as
-// one of `dim` columns and `panel` inputs, so that attention's products have the form of linear layers. In a quantized cache,
-// the float32 scales of the panel's keys follow, then those of its values.
+// block size) and head, the keys, then the values. Keys are stored as a matrix of `panel` columns and `dim` inputs, values
+// as one of `dim` columns and `panel` inputs, so that attention's products have the form of linear layers. In a quantized
+// cache, the float32 scales of the panel's keys follow, then those of its values.
 struct Store {
   const void *k, *v;  // [tokens, kv_heads, dim], tokens `stride_k` and `stride_v` elements apart
   void* cache;
@@ -265,8 +266,8 @@ struct Store {
   bool quantized;
 };
 
-// Copies a layer's keys and values of some tokens between its cache and a transfer buffer. The buffer holds, for each slot of
-// `slot_tokens` tokens, [2, slot_tokens, all_heads] vectors, keys first. Quantized vectors are followed by their scale.
+// Copies a layer's keys and values of some tokens between its cache and a transfer buffer. The buffer holds, for each slot
+// of `slot_tokens` tokens, [2, slot_tokens, all_heads] vectors, keys first. Quantized vectors are followed by their scale.
 struct KVTransfer {
   void* cache;
   char* buffer;  // the layer's data of the first slot
@@ -300,14 +301,14 @@ struct Attention {
   int64_t latent;  // latent cache: elements of a value; 0: separate keys and values
   int64_t task_rows;  // latent cache: rows (queries times heads) of a task
   float* partial;  // latent cache: [tasks, task_rows, latent + 32], partial results of splits
-  bool causal;  // false: queries also attend to later positions, with a window to as many as before them
-  const int32_t* key_ends;  // [tokens]: end (exclusive) of the positions that each query attends to; null: see `causal`
+  bool causal;  // false: queries also attend to later positions: to all, or with a window to window - 1 of them
+  const int32_t* key_ends;  // [tokens]: position after the last one to which each query attends; null: see `causal`
   bool chunked;  // queries attend only within their chunk of `window` positions
 };
 
-// Rotary embedding of the rotary parts of queries and keys, and storage of latent vectors. A panel of a latent cache holds its
-// vectors one after the other, each a latent vector followed by the rotated key. In a quantized cache, the float32 scales of
-// the panel's vectors follow.
+// Rotary embedding of the rotary parts of queries and keys, and storage of latent vectors. A panel of a latent cache holds
+// contiguous vectors: each is a latent vector followed by the rotated key. In a quantized cache, the float32 scales of the
+// panel's vectors follow.
 struct LatentStore {
   const void *q, *k, *latent;  // [tokens, heads, rope], [tokens, rope] and [tokens, dim - rope]
   void* out;  // [tokens, heads, rope], the rotated queries
@@ -332,31 +333,32 @@ struct LinearByHead {
   int64_t rows, heads, outputs, padded;
 };
 
-// Memory to read, `size` bytes per task, a multiple of 256.
+// Memory to read; `size`: bytes per task, a multiple of 256.
 struct Read {
   const void* from;
   int64_t size;
 };
 
-// Positions that attention processes at a time, for all block sizes, so that results do not depend on the block size.
+// Number of positions that attention processes at a time. It is the same for all block sizes, so that results do not depend
+// on the block size.
 constexpr int64_t kSpan = 64;
 
-// Positions of a split of a latent cache. Splits are computed separately, and their results are merged in order.
+// Number of positions of a split of a latent cache. Splits are computed separately, and their results are merged in order.
 constexpr int64_t kSplitPositions = 512;
 
-// Positions of a panel of the KV cache, which divides both the block size (a multiple of 16) and kSpan.
+// Number of positions of a panel of the KV cache. It divides both the block size (a multiple of 16) and kSpan.
 constexpr int64_t panel_positions(int64_t block_size) {
   const int64_t power = block_size & -block_size;
   return power < kSpan ? power : kSpan;
 }
 
-constexpr int64_t kTileRows = 6;  // rows of a register tile of products, unless the format has its own number
+constexpr int64_t kTileRows = 6;  // rows of a register tile of products, unless the format defines another number
 constexpr int64_t kMaxTaskPanels = 8;  // panels of a linear layer's task
 constexpr int64_t kRowsPerTask = 16;  // rows of a task of row kernels
 constexpr int64_t kMaxHead = 256;  // largest head size
 constexpr int64_t kMaxLatent = 512;  // largest value size of a latent cache
 constexpr int64_t kMaxLatentKey = 640;  // largest key size of a latent cache
-constexpr int64_t kMaxLatentGroups = 6;  // a task over a latent cache has at most this many times the rows of other tasks
+constexpr int64_t kMaxLatentGroups = 6;  // maximum rows of a task over a latent cache, in units of Kernels::attention_rows
 constexpr int64_t kMaxBlock = 256;  // largest block size
 
 struct Kernels {
@@ -407,7 +409,7 @@ inline T* scratch(std::vector<T>& memory, int64_t count) {
   return memory.data();
 }
 
-// Number of inputs of a step: a vector of a packed matrix holds them for 16 outputs.
+// Number of inputs of a step: the inputs that a vector of a packed matrix holds for 16 outputs.
 inline int64_t inputs_per_step(Format format, Type type) {
   switch (format) {
     case Format::w8a8: return 4;

@@ -1,4 +1,4 @@
-// Vectors of any number of lanes: native vectors of the compiler if they fit into a register, else pairs of half vectors.
+// Vectors with any number of lanes: native vectors of the compiler if they fit into a register, else pairs of half vectors.
 //
 // GCC keeps native vectors that are wider than a register in memory; the halves of a VectorPair stay in registers.
 
@@ -18,7 +18,7 @@ namespace penstock {
 namespace PENSTOCK_ISA {
 
 #if defined(__AVX512F__)
-constexpr int kRegister = 64;  // bytes
+constexpr int kRegister = 64;  // bytes of a vector register
 #elif defined(__AVX2__)
 constexpr int kRegister = 32;
 #else
@@ -191,7 +191,7 @@ inline To convert(const From& from) {
   using E = Element<To>;
   using F = Element<From>;
   if constexpr (sizeof(E) * sizeof(F) == 4 && sizeof(E) != sizeof(F) && std::is_integral_v<E> && std::is_integral_v<F>) {
-    // GCC converts between 8 and 32 bits lane by lane, so this goes through 16 bits.
+    // GCC converts between 8 and 32 bits lane by lane; two conversions via 16 bits are faster.
     using Middle = std::conditional_t<std::is_signed_v<F>, int16_t, uint16_t>;
     return convert<To>(convert<Vector<Middle, kLanesOf<From>>>(from));
   } else if constexpr (!IsVectorPair<To>::value && !IsVectorPair<From>::value) {

@@ -1,9 +1,9 @@
 // Attention over a latent cache (MLA; DeepSeek-AI, 2024): the vector of a position is the key of all heads, and its first
-// elements are their value.
+// elements are the value of all heads.
 //
-// The cache stores vectors contiguously. Products need keys as columns of positions, and values as rows. So a task
-// transposes a span into its own memory, and computes many rows with it; a single query has as many rows as heads. The rest
-// is the attention of other caches (attention.h).
+// The cache stores vectors contiguously. Products need keys as columns of positions, and values as rows. Therefore a task
+// copies a span, transposed, into thread-local memory, and computes many rows with it (a single query has a row per head).
+// All other parts are the same as for other caches (attention.h).
 
 #pragma once
 
@@ -44,7 +44,7 @@ void store_latent(const LatentStore& a, int64_t token) {
     memcpy(to, vector, a.dim * sizeof(T));
 }
 
-// Like transfer_tokens.
+// `transfer_tokens` for a latent cache.
 template <class K, bool out>
 void transfer_latent(const KVTransfer& a, int64_t task) {
   constexpr int64_t scale_bytes = K::kQuantized ? sizeof(float) : 0;
@@ -60,7 +60,7 @@ void transfer_latent(const KVTransfer& a, int64_t task) {
   }
 }
 
-// Writes four vectors to four columns of a span's keys, whose elements are grouped in 32 bits.
+// Writes four vectors to four columns of a span's keys, in which the elements of a step (32 bits) are adjacent.
 template <class K>
 inline void transpose_keys(const typename K::Element* vectors, int64_t dim, uint32_t* keys) {
   using Four = Vector<uint32_t, 4>;
@@ -91,7 +91,7 @@ inline void zip(const Vector<uint8_t, 16>& a, const Vector<uint8_t, 16>& b, Vect
   out[1] = bitcast<Pairs>(__builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
 }
 
-// Writes the values of `kInputs` vectors to a row of a span's values, with equal elements adjacent.
+// Writes the values of `kInputs` vectors to a row of a span's values, interleaved: element d of all vectors is adjacent.
 template <class K>
 inline void interleave_values(const typename K::Element* vectors, int64_t dim, int64_t value_dim,
                               typename K::Element* values) {
@@ -142,7 +142,7 @@ struct PartialResult {
   float* max_score;  // maximum score, to which the weights are relative
 };
 
-// Merges the result of later positions into that of earlier ones.
+// Merges the result of later positions into the result of earlier positions.
 PENSTOCK_NOINLINE void merge_results(const PartialResult& result, const PartialResult& later, int64_t latent, float power) {
   if (*later.max_score == kNegInf) return;
   const float max_score = *later.max_score > *result.max_score ? *later.max_score : *result.max_score;
@@ -168,7 +168,7 @@ inline PartialResult partial_result(const Attention& a, int64_t task, int64_t ro
   return {to, (f32x16*)(to + a.latent), to + a.latent + 16};
 }
 
-// Number of rows of a task. `tile` has the first one.
+// Number of rows of a task; tile[1] is its first row.
 inline int64_t rows_of_task(const Attention& a, const int32_t* tile) {
   const int64_t queries = a.query_starts[tile[0] + 1] - a.query_starts[tile[0]], remaining = queries * a.heads - tile[1];
   return remaining < a.task_rows ? remaining : a.task_rows;
@@ -206,7 +206,7 @@ struct LatentScratch {
 
   QueryRows<K>& group(int64_t row) { return groups[row / kTaskRows]; }
 
-  // Results of the current split, and of the previous ones.
+  // Result of a row for the current split, and for all previous splits.
   PartialResult current(int64_t row, int64_t latent) {
     QueryRows<K>& rows = group(row);
     const int64_t r = row % kTaskRows;

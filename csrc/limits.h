@@ -7,7 +7,7 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// Prevents the compiler from optimizing a computation away.
+// Prevents the compiler from removing the computation of a value.
 template <class V>
 inline void opaque(V& v) {
   if constexpr (IsVectorPair<V>::value) {
@@ -26,22 +26,22 @@ inline void opaque(V& v) {
   }
 }
 
-// Returns the number of operations, two per multiply-add.
+// Benchmark of products. Returns the number of operations, two per multiply-add.
 template <class Step>
 int64_t run_dots(int64_t steps) {
   if constexpr (UsesAmx<Step>::value) {
-    return run_dots_amx<Step>(steps / 4);  // an AMX step adds as much as many vectors do
+    return run_dots_amx<Step>(steps / 4);  // an AMX step does much more work than a vector step
   } else {
     constexpr int n = 12;
     alignas(64) static const char panel[64] = {};
     typename Step::In x[Step::kInputs] = {};
-    auto w = Step::weights(panel);  // first part of a step only
+    auto w = Step::weights(panel);  // weights of the first part of a step
     auto input = Step::input(x);
     opaque(input);
     typename Step::Sum sums[n] = {};
     for (int64_t i = 0; i < steps; i++) {
       PENSTOCK_FOR (int j = 0; j < n; j++) {
-        opaque(w);  // else loop-invariant work is hoisted out of the loop
+        opaque(w);  // prevents the compiler from moving loop-invariant work out of the loop
         sums[j] = Step::add(sums[j], input, w);
         opaque(sums[j]);
       }

@@ -12,7 +12,7 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// Rows and columns of a task: a block of rows times some panels. Consecutive tasks share rows.
+// Rows and columns of a task: a block of rows times some panels. Consecutive tasks have the same rows.
 struct TaskRange {
   int64_t first, end, column, column_end;
 };
@@ -41,7 +41,7 @@ inline Linear convert_rows(const Linear& a, int64_t first, int64_t end) {
   return ready;
 }
 
-// Multiplies the rows and panels of a task. Calls `finish` (see RowSink) with the outputs.
+// Multiplies the rows and panels of a task. Calls `finish` (RowSink::finish) with the outputs.
 template <class Finish>
 inline void multiply_task(const Linear& args, int64_t task, Finish&& finish) {
   const TaskRange s = task_range(args, args.matrix.outputs, task);
@@ -76,9 +76,9 @@ void linear_block(const Linear& args, int64_t task) {
     write_panel(a, s.first, s.end, column, column + kPanel, (Out*)a.out + s.first * a.out_stride + column, a.out_stride);
 }
 
-// Gated product: the first half of the outputs is the gate, the second half `up`; both are whole panels. Both panels are
-// computed at a time, so that their outputs stay in the cache; for a single tile of rows, whose outputs are small, all
-// panels are read sequentially instead. `out(row)`: address of a row's outputs.
+// Gated product: the first half of the outputs is the gate, the second half `up`; both halves are whole panels. One panel of
+// each half is computed at a time, so that their outputs stay in the processor's cache. A single tile of rows has few
+// outputs; for it, all panels are read sequentially instead. `out(row)`: address of a row's outputs.
 template <class Out, class Row>
 void gated_panels(const Linear& a, const TaskRange& s, Row&& out) {
   const int64_t size = a.matrix.outputs / 2;
@@ -119,7 +119,7 @@ void quantize_values(const Quantize& a, int64_t row, const T* x) {
   }
   const float maximum = max_magnitude(x, a.in);
   a.scales[row] = maximum / 127.0f;
-  if (!(maximum > kMinMagnitude)) {  // or NaN, which the scale then is, too
+  if (!(maximum > kMinMagnitude)) {  // also true for NaN, which the scale then is
     memset(out, 0, a.padded);
     memset(sums, 0, stride * sizeof(int32_t));
     return;
@@ -187,7 +187,7 @@ void embedding_row(const Embedding& a, int64_t row) {
   });
 }
 
-// A panel is written sequentially, while 64 rows are read in parallel.
+// Packs a panel, which is written sequentially while 64 rows are read in parallel.
 template <class T>
 void pack_unquantized(const Pack& a, int64_t number) {
   constexpr int n = Unquantized<T>::Step::kInputs;
@@ -225,8 +225,8 @@ inline float search_scale(const T* weight, int64_t count, float base) {
   return bitcast<float>((bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu);
 }
 
-// Returns the scale of a group: with 8 bits the largest magnitude over 127, with 4 bits the result of a search. 0 for an
-// all-zero group; NaN if a weight is not finite.
+// Returns the scale of a group: with 8 bits the largest magnitude divided by 127, with 4 bits the result of a search. 0 for
+// a group of zeros; NaN if a weight is not finite.
 template <class F, class T>
 float group_scale(const T* weight, int64_t count) {
   const float maximum = max_magnitude(weight, count);
@@ -248,7 +248,8 @@ void round_group(const T* weight, int64_t count, float scale, int8_t* out) {
   }
 }
 
-// Rounds to nearest, to [-127, 127] or [-8, 7]. `out` is zero, and unchanged for groups without a scale.
+// Quantizes weights to [-127, 127] or [-8, 7], rounding to nearest. The caller has set `out` to zeros, which groups with the
+// scale 0 or NaN keep.
 template <class F, class T>
 void round_weights(const Matrix& m, const T* weight, int8_t* out, float* scales) {
   for (int64_t begin = 0; begin < m.in; begin += m.group, scales += kPanel) {
@@ -287,7 +288,7 @@ void round_weights_with_integer_scales(const Matrix& m, const T* weight, int8_t*
     not_finite += scale * 0.0f;
   }
   *output_scale = maximum / kMaxInteger + not_finite;
-  if (not_finite != 0.0f || maximum == 0.0f) return;  // `scales` are zero already
+  if (not_finite != 0.0f || maximum == 0.0f) return;  // the caller has set `scales` to zeros
   const float unit = *output_scale, inverse = kMaxInteger / maximum;
   for (int64_t group = 0; group < groups; group++, scales += kPanel) {
     if (exact_scales[group] == 0.0f) continue;

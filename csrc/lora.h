@@ -1,5 +1,5 @@
-// LoRA (Hu et al., 2021): products of the rows of one adapter, which may be anywhere in the batch, and its two matrices. The
-// rows are gathered, then multiplied like those of linear layers, so that the sums of a row do not depend on other rows.
+// LoRA (Hu et al., 2021): products of the rows that use an adapter and its two matrices. The rows are gathered from the
+// batch, then multiplied like the rows of linear layers, so that the sums of a row do not depend on other rows.
 
 #pragma once
 

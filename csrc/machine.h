@@ -29,7 +29,7 @@ inline bool has_amx() {
 #endif
 }
 
-// AVX-VNNI: dot products of four bytes in 256-bit registers, also on processors without AVX-512.
+// True if the processor has AVX-VNNI: dot products of four bytes in 256-bit registers, also without AVX-512.
 inline bool has_avx_vnni() {
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);

@@ -27,7 +27,7 @@ namespace penstock {
 
 namespace {
 
-// Kernels of the build that this machine supports, from the slowest to the fastest.
+// Kernels of this build for the instruction sets that the machine supports, from the slowest to the fastest.
 std::vector<const Kernels*> available_kernels() {
   const auto names = machine_sets();
   std::vector<const Kernels*> found;
@@ -86,12 +86,12 @@ struct Size {
   int64_t tokens, sequences;
 };
 
-// An op on one row. Consecutive ops of this kind run together on a few rows at a time, so that results stay in the cache for
-// the next op. Buffers that later ops reuse have the same number of rows, and of bytes per row, so a row of a buffer is only
-// used by the same row.
+// An op on one row. Consecutive ops of this kind run together on a few rows at a time, so that results stay in the
+// processor's cache for the next op. A buffer that a later op reuses has the same number of rows and of bytes per row.
+// Therefore only ops on row i access row i of a buffer.
 using RowOp = std::function<void(int64_t row)>;
 
-// A call of a step: either ops on single rows, or one other op.
+// A call of a step: either ops on single rows (`row_ops`), or another kind of op (`op`).
 struct Call {
   std::vector<RowOp> row_ops;
   std::function<void(Size)> op;
@@ -109,8 +109,8 @@ struct Call {
   }
 };
 
-// The recorded calls of a step, which are replayed with other numbers of rows; addresses do not change. So a step needs one
-// call from Python instead of hundreds. Calls process all tokens until `index_select`, then the selected rows.
+// The recorded calls of a step, which are replayed with other numbers of rows; addresses do not change. A step then needs
+// one call from Python instead of hundreds. Calls process all tokens until `index_select`, then the selected rows.
 struct Graph {
   std::vector<Call> calls;
   bool rows_selected = false;
@@ -153,7 +153,7 @@ void submit_rows(int64_t rows, int64_t each, void (*Kernels::*kernel)(const A&, 
 
 // --- Ops -------------------------------------------------------------------------------------------------------------
 
-// Number of panels of a task: a few, so that a thread can prefetch, but with enough tasks to balance the load.
+// Number of panels of a task: several, so that a thread can prefetch, but few enough to balance the load of threads.
 int64_t panels_of_task(int64_t outputs) {
   const int64_t fair = ceil_div(outputs, kPanel) / (4 * pool()->threads());
   return fair < 1 ? 1 : fair > kMaxTaskPanels ? kMaxTaskPanels : fair;
@@ -176,7 +176,7 @@ void linear(Address x, Address x_scales, Address x_sums, const Matrix& matrix, A
   multiply(&Kernels::linear, x, x_scales, x_sums, matrix, out, out_stride, matrix.outputs, rows, out_type);
 }
 
-// Each half of the outputs must be whole panels.
+// Gated product. Each half of the outputs must consist of whole panels.
 void gated(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t out_stride, int64_t rows,
            int out_type, int activation) {
   multiply(&Kernels::gated, x, x_scales, x_sums, matrix, out, out_stride, matrix.outputs / 2, rows, out_type, activation);
@@ -212,8 +212,8 @@ void run_together(void (*kernel)(const A&, int64_t), const std::vector<A>& calls
   });
 }
 
-// LoRA adapters of a layer by slot: `down` of all parts, stacked, and the `up` of each part, which adds to the outputs from
-// `first`.
+// LoRA adapters of a layer by slot: the stacked `down` matrices of all parts, and for each part its `up` matrix, which adds
+// to the outputs from `first` on.
 struct Adapters {
   struct Part {
     Matrix up;
@@ -271,7 +271,7 @@ struct Experts {
   int64_t first;
 };
 
-// Products with the `top_k` experts `ids` of each token. x has a row per token, or per assignment.
+// Products with the `top_k` experts of each token (`ids`). x has a row per token, or a row per assignment.
 template <auto kernel>
 void experts_linear(Address x, Address x_scales, Address x_sums, const Experts& experts, Address ids, int64_t top_k,
                     int64_t assignments_per_row, Address out, int64_t out_stride, int64_t rows, int out_type,
@@ -312,7 +312,7 @@ void count_experts(Address ids, Address counts, int64_t tokens, int64_t top_k) {
   });
 }
 
-// `places`: rows of `width`: number of replicas of an expert, then their physical ids.
+// Maps logical to physical expert ids. `places`: a row of `width` numbers per expert: number of replicas, then their ids.
 void place_experts(Address ids, Address places, Address out, int64_t tokens, int64_t top_k, int64_t width) {
   submit({tokens, 0}, [=](Size size) {
     for (int64_t token = 0; token < size.tokens; token++)
@@ -330,7 +330,7 @@ void combine(Address x, Address weights, Address shared, Address gate, Address o
                       shared_stride, out_stride, Type(type)});
 }
 
-// Bitmask of the rows from `first`, in 32-bit units per row.
+// Bitmask of the rows from `first` on. A row of `bits` is padded to 32 bits.
 Bitmask bitmask_of(Address bits, const Matrix& matrix, int64_t first = 0) {
   const int64_t stride = ceil_div(matrix.outputs, 32) * 2;
   return {bits ? ptr<uint16_t>(bits) + first * stride : nullptr, stride};
@@ -366,11 +366,11 @@ void sketch(const Sketch& s) {
   pool()->run(ceil_div(s.matrix.outputs, kPanel), [&](int64_t panel) { kernels->sketch(s, panel); });
 }
 
-// Like `argmax`, with a sketch. Returns false if the sketch has no bounds, as a value is too large or NaN, or if too many
-// candidates remain for it to be worth it.
+// `argmax` with a sketch. Returns false if the sketch gives no bounds (a value is too large or NaN), or if so many
+// candidates remain that the full product is faster.
 bool argmax_by_sketch(Address x, Address quantized, Address x_scales, Address x_sums, const Sketch& sketch, Address bitmask,
                       Address out, Address max_values, int64_t rows) {
-  thread_local std::vector<Candidate> candidates;  // kept, as allocation and initialization would take as long as the rest
+  thread_local std::vector<Candidate> candidates;  // reused, since allocating it would take as long as the other work
   const Matrix& m = sketch.matrix;
   const auto threads = pool();
   for (int64_t first = 0; first < rows; first += kernels->linear_rows) {
@@ -393,7 +393,7 @@ bool argmax_by_sketch(Address x, Address quantized, Address x_scales, Address x_
     for (int64_t row = 0; row < rows_at_once; row++)
       if (!std::isfinite(x_norms[row]) || !std::isfinite(x_error_norms[row])) return false;
     threads->run(tasks, [&](int64_t task) { kernels->find_candidates(args, task); });
-    // First evaluate the best candidate of each row, then those that may exceed it.
+    // Evaluate the best candidate of each row first, then all candidates that may exceed it.
     std::vector<Candidate*> best(rows_at_once), others;
     auto for_each_candidate = [&](auto&& f) {
       for (int64_t task = 0; task < tasks; task++)
@@ -447,7 +447,7 @@ void embedding(Address ids, const Matrix& matrix, Address out, int64_t first, in
   submit_rows(rows, &Kernels::embedding, Embedding{matrix, ptr<int64_t>(ids), ptr<void>(out), first});
 }
 
-// Not an op on single rows, as it reads other rows than it writes.
+// Copies selected rows. This is no op on single rows, since it does not write the row that it reads.
 void index_select(Address x, Address rows, Address out, int64_t count, int64_t row_bytes) {
   if (recorded_graph) recorded_graph->rows_selected = true;
   submit({count, 0}, [=](Size size) {
@@ -519,7 +519,8 @@ void store(Address k, Address v, Address cache, Address slots, int64_t tokens, i
                     panel_positions(block_size), stride_k, stride_v, Type(type), quantized});
 }
 
-// Tokens with a negative place are not copied. `progress` (int64, may be null) is incremented after the copy.
+// Copies tokens between the cache and a transfer buffer, except tokens with a negative place. `progress` (int64, may be
+// null) is incremented after the copy.
 template <auto kernel>
 void transfer_kv(Address cache, Address buffer, Address slots, Address places, int64_t tokens, int64_t kv_heads, int64_t dim,
                  int64_t block_size, int64_t all_heads, int64_t first_head, int64_t slot_tokens, int64_t slot_bytes,
@@ -543,8 +544,8 @@ struct alignas(64) CacheLine {
   float numbers[16];
 };
 
-// Tasks of attention over a latent cache. Tasks with more rows transpose the cache less often, so they are as large as possible
-// with at least one per thread. If rows do not suffice for that, positions are split among tasks.
+// Tasks of attention over a latent cache. The fewer tasks, the less often is the cache transposed. Therefore tasks have as
+// many rows as possible, with at least one task per thread. If there are too few rows, positions are split among tasks.
 struct LatentTasks {
   std::vector<int32_t> tiles;
   int64_t rows;
@@ -635,7 +636,7 @@ void gather_part(Group& group, Address data, int64_t row_bytes, int64_t stride, 
   submit({rows, 0}, [=, &group](Size size) { group.gather(ptr<void>(data), row_bytes, stride, size.tokens * each); });
 }
 
-// Like `gather_part`, with the rows of `data` whose ids are in [first, end).
+// `gather_part` of the rows of `data` with ids in [first, end).
 void gather_rows(Group& group, Address data, int64_t row_bytes, Address ids, int64_t rows, int64_t each, int64_t first,
                  int64_t end) {
   submit({rows, 0}, [=, &group](Size size) {
@@ -685,14 +686,15 @@ NB_MODULE(_kernels, m) {
   m.attr("VERSION") = version;
   m.def(
       "available", [] { return names_of(available_kernels()); },
-      "Instruction sets that this build has kernels for and this processor supports, the fastest last.");
+      "Instruction sets of this build that the processor supports, from the slowest to the fastest.");
   m.def("current", [] { return std::string(kernels->name); });
   m.def("use", &use, nb::arg("name"));
   m.def("threads", [] { return pool()->threads(); });
   m.def(
       "set_threads",
       [](int threads) {
-        if (threads < 1) throw std::invalid_argument("the number of threads must be at least 1");
+        if (threads < 1)
+          throw std::invalid_argument("the number of threads must be at least 1, is " + std::to_string(threads));
         std::atomic_store(&shared_pool, std::make_shared<Pool>(threads));
       },
       nb::arg("threads"));

@@ -1,4 +1,4 @@
-// Products of rows and a panel: `multiply_format`, for the formats that a file instantiates it for.
+// Products of rows and a panel: definition of `multiply_format`, which products.cc instantiates for all formats.
 
 #pragma once
 
@@ -8,10 +8,10 @@ namespace penstock {
 namespace PENSTOCK_ISA {
 
 constexpr int64_t kChunkBytes = 12288;  // bytes per tile of rows, for up to 8 tiles
-constexpr int64_t kNarrowChunkBytes = 65536;  // with narrow tiles, which read a quarter of it that stays in the L1 cache
+constexpr int64_t kNarrowChunkBytes = 65536;  // bytes for narrow tiles: each reads a quarter, which stays in the L1 cache
 
-// Number of inputs of a chunk, which all rows are multiplied with before the next chunk: enough that the computation covers
-// the time to load the next chunk. A single tile of whole panels is bound by memory in any case, and takes all inputs.
+// Number of inputs of a chunk. All rows are multiplied with a chunk before the next chunk; it is large enough to load the
+// next chunk during the computation. A single tile of whole panels is always bound by memory, and takes all inputs.
 template <class F>
 inline int64_t chunk_inputs(const Matrix& m, int64_t tiles, bool narrow) {
   constexpr int64_t n = F::Step::kInputs, step = kStride<typename F::Step>;
@@ -22,15 +22,14 @@ inline int64_t chunk_inputs(const Matrix& m, int64_t tiles, bool narrow) {
   return ceil_div(ceil_div(m.in, num_chunks), unit) * unit;
 }
 
-// The panel to prefetch: `step` bytes for each step of the current panel.
+// The panel to prefetch. `step`: number of bytes to prefetch for each step of the current panel.
 struct NextPanel {
   const char* at;
   int64_t step;
 };
 
-// Multiplies a few rows by a chunk of a panel, G vectors of columns at a time. `acc` holds their sums ahead_end the last chunk,
-// then their outputs. Not inlined, since each instance is about as large as the compiler optimizes well. Prefetches `ahead`,
-// up to `ahead_end`.
+// Multiplies a few rows by a chunk of a panel, G vectors of columns at a time. `acc` holds the sums until the last chunk,
+// then the outputs. Prefetches `ahead`, up to `ahead_end`. Not inlined, since compilers optimize larger functions less well.
 template <class F, int R, int G>
 __attribute__((noinline)) void multiply_tile(const Linear& a, int64_t row, int64_t columns, const char* panel,
                                              int64_t scales, InputRange chunk, Prefetch ahead, const char* ahead_end,
@@ -42,7 +41,7 @@ __attribute__((noinline)) void multiply_tile(const Linear& a, int64_t row, int64
                               {ahead.at, ahead.at < ahead_end ? ahead.lines : 0}, acc + c);
 }
 
-// Epilogue: output scales (if any), row scales, bias.
+// Applies output scales, row scales and the bias to products, as far as the matrix has them.
 template <class F>
 inline void apply_epilogue(const Linear& a, int64_t row, int64_t rows, int64_t column, int64_t count, Outputs* values) {
   const float *bias = a.matrix.bias, *scales = a.matrix.output_scales;
@@ -57,7 +56,7 @@ inline void apply_epilogue(const Linear& a, int64_t row, int64_t rows, int64_t c
   }
 }
 
-// Multiplies rows by a panel. `is_cached`: the panel is in the cache, and is not prefetched.
+// Multiplies rows by a panel. `is_cached`: the panel is in the processor's cache, and is not prefetched.
 template <class F, bool is_cached>
 void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel, int64_t scales,
                     NextPanel next, const Sink& sink) {
@@ -80,8 +79,8 @@ void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column,
                         : !last       ? begin + steps * step
                                       : next.at;
     const char* const ahead_end = ahead + steps * next.step;
-    // Calls `f(row, height)` for each tile of rows. Heights are balanced, as a tile of one or two rows takes nearly as long
-    // as one of four.
+    // Calls `f(row, height)` for each tile of rows. Heights are balanced, since a tile of one or two rows takes nearly as
+    // long as a tile of four.
     auto each_tile = [&](auto&& f) {
       for (int64_t row = first, height; row < end; row += height)
         f(row, height = ceil_div(end - row, ceil_div(end - row, F::kRows)));
@@ -106,7 +105,7 @@ void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column,
       apply_epilogue<F>(a, row, height, column, count, values);
       sink.finish(sink.self, row, height, column, count, values);
     };
-    if (kWidth < 16 && tiles > 1) {  // a tile's columns of the chunk stay in the cache while all rows use them
+    if (kWidth < 16 && tiles > 1) {  // all rows use the columns of a tile while these are in the processor's cache
       for (int64_t c = 0; c < count; c += width)
         each_tile([&](int64_t row, int64_t height) {
           if (last && c + width >= count) sink.prepare(sink.self, row, height, column, count);
@@ -125,12 +124,12 @@ void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column,
 
 // --- AMX -------------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kAmxChunkBytes = 64 << 10;  // bytes of a panel that all rows of a task are multiplied with in turn
-constexpr int64_t kSmallAmxChunkBytes = 16 << 10;  // the same for few rows, which are bound by memory
-constexpr int64_t kMinAmxRows = 32;  // minimum number of rows for which AMX is worth it with integers
+constexpr int64_t kAmxChunkBytes = 64 << 10;  // bytes of a chunk of a panel, with which all rows of a task are multiplied
+constexpr int64_t kSmallAmxChunkBytes = 16 << 10;  // bytes of a chunk for few rows, which are bound by memory
+constexpr int64_t kMinAmxRows = 32;  // minimum number of rows for which AMX is faster with integers
 
-// True if AMX is used. Floating-point sums must not depend on the number of rows, so AMX is used for any number; sums of
-// integers are exact.
+// True if AMX is used. Floating-point sums must not depend on the number of rows: they use AMX for any number of rows. Sums
+// of integers are exact, and use AMX if it is faster.
 template <class F>
 inline bool use_amx(const Matrix& m, int64_t rows) {
   using Step = typename AmxStepOf<typename F::Step>::type;
@@ -139,7 +138,7 @@ inline bool use_amx(const Matrix& m, int64_t rows) {
   return rows >= kMinAmxRows && (m.group >= m.in || m.group % kAmxTileInputs<Step> == 0);
 }
 
-// Like `multiply_panel`. The weights of each chunk stay in the cache while all rows are multiplied with them.
+// `multiply_panel` with AMX. The weights of a chunk stay in the processor's cache while all rows are multiplied with them.
 template <class F>
 void multiply_panel_amx(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel, int64_t scales,
                         const char* next, const Sink& sink) {
@@ -221,12 +220,12 @@ void multiply_panel_amx(const Linear& a, int64_t first, int64_t end, int64_t col
 // --- Formats ---------------------------------------------------------------------------------------------------------
 
 #if defined(PENSTOCK_HAS_DOT4)
-// Minimum number of rows for which 4-bit weights with int8 group scales are converted to 8 bits: in registers, or before the
-// product.
+// Minimum numbers of rows for which 4-bit weights with int8 group scales are converted to 8 bits: kMinScaledRows in
+// registers, kMinConvertedRows before the product.
 constexpr int64_t kMinScaledRows = 5, kMinConvertedRows = 9;
 
-// The product with a W4A8 panel with int8 group scales as a product with W8A8, which gives the same bits. Valid ahead_end the
-// next call on this thread.
+// Converts a product with a W4A8 panel with int8 group scales to a product with W8A8, which gives the same bits. The result
+// is valid until the next call on this thread.
 inline Linear as_w8a8(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel, int64_t scales) {
   thread_local int32_t sums[kRowBlock];
   const int64_t groups = num_groups(a.matrix), stride = num_sums(a.matrix);
@@ -250,7 +249,7 @@ void multiply_format(const Linear& a, int64_t first, int64_t end, int64_t column
   const int64_t scales = column * num_groups(m);  // index of the panel's first scale
   using From = typename F::Step;
   using ManyRows = typename F::ManyRows;
-#if defined(PENSTOCK_HAS_DOT4)  // without dot4, products of 4-bit weights are faster
+#if defined(PENSTOCK_HAS_DOT4)  // without dot4, products with 4-bit weights are faster than with converted weights
   if constexpr (std::is_same_v<F, W4A8>) {
     if (m.output_scales && end - first >= kMinScaledRows && end - first < kMinConvertedRows)
       return multiply_panel<ScaledW4A8, false>(a, first, end, column, panel(column), scales, {panel(next), step}, sink);

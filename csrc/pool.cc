@@ -2,7 +2,7 @@
 
 namespace penstock {
 
-constexpr int kSpins = 2000;  // about 30 microseconds
+constexpr int kSpins = 2000;  // number of polls before a thread sleeps or yields: about 30 microseconds
 
 Pool::Pool(int threads) : runs_(threads) {
   for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { work_loop(i); });

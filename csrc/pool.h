@@ -1,4 +1,5 @@
-// A thread pool for the tasks of one call at a time. Each thread starts with its own range of tasks, then helps the others.
+// A thread pool for the tasks of one call at a time. Each thread first runs a separate range of tasks, then tasks that other
+// threads have not started.
 
 #pragma once
 
@@ -22,8 +23,8 @@ inline void cpu_relax() {
 #endif
 }
 
-// The caller is one of the threads. An idle worker spins for a while, as the next op of a step usually follows within
-// microseconds, and then sleeps.
+// A pool of threads, one of which is the calling thread. An idle worker first spins, since the next op of a step usually
+// follows within microseconds, and then sleeps.
 class Pool {
  public:
   explicit Pool(int threads);
@@ -31,7 +32,7 @@ class Pool {
 
   int threads() const { return int(workers_.size()) + 1; }
 
-  // Calls `work(task)` for all tasks from 0 to `tasks` - 1. Returns when all are done.
+  // Calls `work(task)` for all tasks from 0 to `tasks` - 1. Returns when all tasks are done.
   template <class F>
   void run(int64_t tasks, F&& work) {
     std::lock_guard one_call_at_a_time(mutex_);
@@ -57,9 +58,9 @@ class Pool {
   std::mutex mutex_;
   std::vector<std::thread> workers_;
   std::function<void(int64_t)> job_;
-  // Tasks that are not started. `job_` and the ends of ranges are only read by threads that have taken a task, and do not
-  // change until it is done. So a call need not wait for late workers, which are common if other processes use the same
-  // cores.
+  // Tasks that are not started. Only threads that have taken a task read `job_` and the ends of ranges, which do not change
+  // until that task is done. Therefore a call need not wait for workers that wake up late, as they often do if other
+  // processes use the same cores.
   std::vector<Run> runs_;
   alignas(64) std::atomic<int64_t> done_{0};
   alignas(64) std::atomic<uint32_t> generation_{0};  // incremented for each call

@@ -10,8 +10,8 @@ namespace PENSTOCK_ISA {
 // Outputs of a row and a panel, up to kPanel.
 using Outputs = f32x16[kPanel / 16];
 
-// Receives the results of a product: for `rows` rows from `row`, `count` outputs from `output`, the first one of a panel.
-// The functions are called once per tile of rows and panel, so the cost of an indirect call is negligible.
+// Receives the results of a product: `count` outputs of a panel, which begins at output `output`, for `rows` rows from `row`
+// on. The functions are called once per tile of rows and panel, so that the cost of an indirect call is negligible.
 struct Sink {
   void* self;
   void (*prepare)(void* self, int64_t row, int64_t rows, int64_t output, int64_t count);  // before the product
@@ -40,8 +40,8 @@ RowSink(Prepare, Finish) -> RowSink<Prepare, Finish>;
 
 constexpr auto kNoPrepare = [](int64_t, int64_t, int64_t) {};
 
-// Multiplies rows `first` to `end` (at most kRowBlock) by the panel at `column`. `next`: first column of the panel that is
-// needed next, for prefetching. Instantiated in products.cc.
+// Multiplies rows `first` to `end` (at most kRowBlock) by the panel at `column`. `next`: first column of the next panel,
+// which is prefetched. Instantiated in products.cc.
 template <class F>
 void multiply_format(const Linear& a, int64_t first, int64_t end, int64_t column, int64_t next, const Sink& sink);
 

@@ -1,4 +1,4 @@
-// Quantization to 8-bit integers: vectors are divided by their largest magnitude over 127.
+// Quantization to 8-bit integers: vectors are scaled so that their largest magnitude is 127.
 
 #pragma once
 
@@ -7,10 +7,10 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// Vectors up to this magnitude become zeros, as their inverse scale would overflow.
+// Vectors up to this magnitude are quantized to zeros, since their inverse scale would overflow.
 constexpr float kMinMagnitude = 1e-30f;
 
-// Rounds to nearest, half to even; for magnitudes far below 2^22.
+// Rounds to nearest, half to even. Magnitudes must be far below 2^22.
 inline i32x16 round_to_int(f32x16 v) {
 #if defined(__AVX512F__)
   return (i32x16)_mm512_maskz_cvtps_epi32(0xffff, (__m512)v);
@@ -20,7 +20,7 @@ inline i32x16 round_to_int(f32x16 v) {
 #endif
 }
 
-// Writes 64 integers, which fit into bytes, as bytes.
+// Writes 64 integers as bytes. Each must be in [-128, 127].
 inline void store_bytes(int8_t* to, const i32x16 (&q)[4]) {
 #if defined(__AVX512BW__)
   const __m512i low = _mm512_packs_epi32((__m512i)q[0], (__m512i)q[1]);
@@ -46,7 +46,7 @@ inline i32x16 round_to_int4(f32x16 v) {
 template <class T>
 inline float max_magnitude(const T* x, int64_t count) {
   constexpr bool wide = sizeof(T) == 4;
-  using Bits = std::conditional_t<wide, u32x16, u16x16>;  // bits of magnitudes are ordered like their values
+  using Bits = std::conditional_t<wide, u32x16, u16x16>;  // magnitudes have the same order as their bits
   auto maximum_of = [&](const Bits& maximum, int64_t i) {
     const Bits v = load_bits<Bits>(x + i) & (wide ? 0x7fffffff : 0x7fff);
     return select(v > maximum, v, maximum);
@@ -109,7 +109,7 @@ inline i32x4 lane_sums(const i32x16 (&q)[4]) {
 #endif
 }
 
-// Like `quantize_run`, for a multiple of 64 inputs. Writes the sum of each group of `group` inputs, 16 or 32.
+// Quantizes a multiple of 64 inputs like `quantize_run`, and writes the sum of each group of `group` (16 or 32) inputs.
 template <class T>
 inline void quantize_groups(const T* x, int64_t count, float inverse, int64_t group, int8_t* out, int32_t* sums) {
   for (int64_t i = 0; i < count; i += 64) {

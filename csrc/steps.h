@@ -7,7 +7,7 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// Widens the first and third of four bytes in each lane to 16 bits, and the second and fourth.
+// Widens the first and third of four bytes in each lane to 16 bits; `odd_bytes` widens the second and fourth.
 template <bool is_signed, class V>
 inline V even_bytes(const V& v) {
   if constexpr (!is_signed) return v & 0x00ff00ff;
@@ -21,8 +21,8 @@ inline V odd_bytes(const V& v) {
 }
 
 #if defined(__AVX2__)
-// sum + v, with lanes of `bits` bits. The asm forces the addition to be done here; GCC would postpone additions until
-// registers run out.
+// sum + v, with lanes of `bits` bits. Inline assembly fixes the place of the addition: GCC would postpone additions until it
+// runs out of registers.
 template <int bits>
 PENSTOCK_INLINE inline __m256i add_now(__m256i sum, __m256i v) {
   if constexpr (bits == 16)
@@ -83,14 +83,14 @@ inline i32xw dot4(const i32xw& sum, const u32xw& bytes, const u32xw& signed_byte
 }
 #endif
 
-// Four 8-bit inputs. One operand is signed, the other one unsigned. Sums of integers are exact, so that all instruction sets
-// give the same result.
+// Four 8-bit inputs. One operand of a product is signed, the other is unsigned. Sums of integers are exact, so that all
+// instruction sets give the same result.
 template <class T>
 struct ByteStep {
   using X = T;
   using Sum = i32xw;
   static constexpr int kInputs = 4, kBytes = 4 * kWidth;
-  static constexpr bool kSigned = std::is_signed_v<T>;  // signedness of inputs; weights have the opposite
+  static constexpr bool kSigned = std::is_signed_v<T>;  // true: signed inputs and unsigned weights; false: the opposite
 #if defined(PENSTOCK_HAS_DOT4)
   using In = T;
   static constexpr int kParts = 1;
@@ -122,7 +122,8 @@ struct ByteStep {
 using Int8Step = ByteStep<int8_t>;  // signed inputs, weights with 128 added
 using UInt8Step = ByteStep<uint8_t>;  // unsigned inputs, signed weights: softmax weights and values of attention
 
-// Eight 4-bit weights: the low halves of four bytes are the first four inputs, the high halves the others.
+// Eight 4-bit weights: the low halves of four bytes are the weights of inputs 0 to 3, the high halves those of inputs 4 to
+// 7.
 struct Int4Step {
   using X = int8_t;
   using Sum = i32xw;
@@ -249,7 +250,7 @@ struct E2M1Codes {
   }
 };
 
-// Eight 4-bit weights, multiplied as floats. Bits 4n to 4n + 3 of each 16-bit half are an input of pair n.
+// Eight 4-bit weights, multiplied as floats. Bits 4n to 4n + 3 of the two 16-bit halves are the two weights of pair n.
 template <class Numbers>
 struct FourBitAsBf16Step : Bf16Inputs {
   static constexpr int kInputs = 8, kBytes = 4 * kWidth;

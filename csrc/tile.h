@@ -1,7 +1,7 @@
 // The basic product of all matrix kernels: a few rows by a panel, with one output column per lane.
 //
-// Each output is summed over the inputs in their order, whatever the number of rows. A step is the unit of a panel that a
-// vector of weights holds: one or more inputs of `kWidth` outputs.
+// Each output is summed over the inputs in their order, for any number of rows. A step is the part of a panel that a vector
+// of weights holds: one or more inputs of `kWidth` outputs.
 
 #pragma once
 
@@ -13,7 +13,8 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// Columns of a product's vectors. With narrow and few registers, vectors of 16 would leave no room for rows.
+// Number of columns of a product's vectors. If registers are narrow and few, vectors of 16 columns would leave no registers
+// for several rows.
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;
 #else
@@ -42,9 +43,9 @@ constexpr bool kHasAmx = true;
 constexpr bool kHasAmx = false;
 #endif
 
-// A step type defines how a vector of weights is multiplied. `X` is the element type of rows, and `In` the type that rows
-// are converted to once for all columns (`prepare`). `kParts` is the number of multiply instructions per step, if one cannot
-// multiply all of its inputs.
+// A step type defines how a vector of weights is multiplied. `X` is the element type of rows, `In` the type to which rows
+// are converted once for all columns (`prepare`). `kParts` is the number of multiply instructions per step: more than one if
+// an instruction cannot multiply all inputs of the step.
 
 // One float32 input.
 struct Float32Step {
@@ -63,14 +64,14 @@ struct Float32Step {
   static f32xw add(const f32xw& sum, const f32xw& x, const f32xw& w) { return fma(x, w, sum); }
 };
 
-// bfloat16 inputs. With AVX512-BF16 they are multiplied in pairs, adding the first product, then the second; else one by one
-// as float32.
+// bfloat16 inputs. With AVX512-BF16, an instruction multiplies a pair of inputs, and adds the first product, then the
+// second. Otherwise single inputs are multiplied as float32.
 struct Bf16Inputs {
   using X = bf16;
   using Sum = f32xw;
 #if defined(__AVX512BF16__)
   using In = bf16;
-  static constexpr int kParts = 1;  // parts of a pair of inputs
+  static constexpr int kParts = 1;  // number of parts of a pair of inputs
   template <int part = 0>
   static u32xw input(const bf16* x) {
     return u32xw{} + load_bits<uint32_t>(x);
@@ -130,13 +131,13 @@ struct StepOf<bf16> {
   using Step = Bf16Step;
 };
 
-// Unrolls a loop before other optimizations. Else sums that fit into registers end up on the stack.
+// Unrolls a loop before other optimizations. Without this, sums that fit into registers would be kept on the stack.
 #define PENSTOCK_FOR _Pragma("GCC unroll 32") for
 #define PENSTOCK_INLINE __attribute__((always_inline))
 
-// Memory to prefetch during a product: `lines` cache lines per step. Only two lines per step are prefetched, as the adjacent
-// line comes with each, and into the L2 cache, as prefetches into L1 would wait for current loads. Processors with AMX need
-// a prefetch of every line, and are fastest with prefetches into L1.
+// Memory to prefetch during a product: `lines` cache lines per step. With AVX-512, two prefetches per step suffice, since
+// the hardware also fetches the adjacent lines. They go into the L2 cache, since prefetches into L1 would wait for current
+// loads. Processors with AMX need a prefetch of every line, and are fastest with prefetches into L1.
 struct Prefetch {
   const char* at = nullptr;
   int64_t lines = 0;
@@ -154,7 +155,7 @@ inline void prepare(const typename Step::X* x, int64_t count, typename Step::In*
     Step::prepare(x, count, out);
 }
 
-// Steps that accumulate up to `kSum16Steps` steps in 16 bits before adding them to 32-bit sums.
+// Step types that sum up to `kSum16Steps` steps in 16 bits before they are added to 32-bit sums.
 template <class Step>
 concept HasSum16 = requires { Step::kSum16Steps; };
 
@@ -167,7 +168,7 @@ PENSTOCK_INLINE inline auto last_weights(const char* at) {
     return Step::template weights<part>(at);
 }
 
-// sums[R][G] += one part of a step's inputs times its weights.
+// sums[R][G] += the inputs of one part of a step times the weights of this part.
 template <class Step, int part, bool is_last, int R, int G, class Sum>
 PENSTOCK_INLINE inline void multiply_part(const typename Step::In* x, int64_t ldx, const char* at, Sum (&sums)[R][G]) {
   auto weights = [&](int g) PENSTOCK_INLINE {

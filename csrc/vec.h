@@ -1,5 +1,5 @@
 // Vectors of 16 lanes, independent of the instruction set (lanes.h).
-// Multiplications and additions are fused only where the code calls fma, so that all builds round in the same places.
+// Multiplications and additions are fused only if the code calls fma, so that all builds round in the same places.
 
 #pragma once
 
@@ -21,7 +21,7 @@ inline V iota() {
   return load_bits<V>(numbers);
 }
 
-// One value in all lanes. Subtracting zero, unlike adding it, never changes a value, so the compiler removes it.
+// One value in all lanes. The compiler removes the subtraction of zero, which never changes a value, unlike an addition.
 template <class V = f32x16>
 inline V broadcast(float value) {
   return value - V{};
@@ -109,7 +109,7 @@ inline void narrow(bf16* to, float v) {
   to->bits = rounded[0];
 }
 
-// 1 to 15 elements; the other lanes are zero when loaded, and not written when stored.
+// Loads and stores of 1 to 15 elements: the other lanes are zero after a load, and are not written by a store.
 template <class T>
 __attribute__((noinline)) f32x16 load_tail(const T* from, int64_t count) {
   T part[16] = {};
@@ -123,7 +123,7 @@ __attribute__((noinline)) void store_tail(T* to, f32x16 v, int64_t count) {
   memcpy(to, part, count * sizeof(T));
 }
 
-// The first 16 of `count` elements, which may be 16 or more, fewer, or none.
+// Loads and stores of the first 16 of `count` elements. `count` may also be less than 16, or not positive (no elements).
 template <class T>
 inline f32x16 load_n(const T* from, int64_t count) {
   return count >= 16 ? load(from) : count > 0 ? load_tail(from, count) : f32x16{};
@@ -176,11 +176,12 @@ inline float reduce_max(f32x16 v) {
   });
 }
 
-// 2^x for x <= 100, with relative error 1e-7, or 1e-4 if `coarse`. Zero below -150 (below -126 without AVX-512), and for
-// NaN.
+// 2^x for x <= 100, with a relative error of 1e-7, or 1e-4 if `coarse`. The result is zero for x below -150 (below -126
+// without AVX-512), and for NaN.
 template <bool coarse>
 inline f32x16 exp2(f32x16 x) {
-  const f32x16 clamped = max(x, broadcast(-200.0f)), magic = broadcast(12582912.0f);  // adding it rounds to an integer
+  // adding `magic` rounds to an integer
+  const f32x16 clamped = max(x, broadcast(-200.0f)), magic = broadcast(12582912.0f);
   const f32x16 n = (clamped + magic) - magic, r = clamped - n;
   f32x16 p = broadcast(coarse ? 9.6181291076e-3f : 1.5403530393e-4f);  // coefficients log(2)^k / k!
   if (!coarse) {
@@ -201,10 +202,11 @@ inline f32x16 exp2(f32x16 x) {
 
 // e^x within 2 ulp; x is clamped to [-87.3, 87.3].
 inline f32x16 exp(f32x16 x) {
-  const f32x16 limit = broadcast(87.3f), magic = broadcast(12582912.0f);  // adding it rounds to an integer
+  // adding `magic` rounds to an integer
+  const f32x16 limit = broadcast(87.3f), magic = broadcast(12582912.0f);
   const f32x16 low = max(x, -limit), clamped = select(low < limit, low, limit);
   const f32x16 n = fma(clamped, broadcast(1.44269504088896341f), magic) - magic;
-  f32x16 r = fma(n, broadcast(-0.693359375f), clamped);  // log(2) in two parts
+  f32x16 r = fma(n, broadcast(-0.693359375f), clamped);  // subtracts n * log(2), with log(2) in two parts
   r = fma(n, broadcast(2.12194440e-4f), r);
   f32x16 p = broadcast(1.9875691500e-4f);
   p = fma(p, r, broadcast(1.3981999507e-3f));
@@ -223,17 +225,17 @@ inline f32x16 exp(f32x16 x) {
 // 1 / x within 2 ulp, for x in [1, 2^126].
 inline f32x16 inverse(f32x16 x) {
 #if defined(__AVX512F__)
-  const f32x16 about = (f32x16)_mm512_maskz_rcp14_ps(0xffff, (__m512)x);  // refined by a Newton step
+  const f32x16 about = (f32x16)_mm512_maskz_rcp14_ps(0xffff, (__m512)x);  // approximation, refined by a Newton step
   return about * fma(-x, about, broadcast(2.0f));
 #else
   return 1.0f / x;
 #endif
 }
 
-// tanh(x) with error 1e-7.
+// tanh(x) with an error of at most 1e-7.
 inline f32x16 tanh(f32x16 x) {
   const f32x16 square = x * x;
-  f32x16 p = broadcast(-5.70498872745e-3f);  // for small x (Cephes, Moshier, 1984)
+  f32x16 p = broadcast(-5.70498872745e-3f);  // polynomial for small x (Cephes; Moshier, 1984)
   p = fma(p, square, broadcast(2.06390887954e-2f));
   p = fma(p, square, broadcast(-5.37397155531e-2f));
   p = fma(p, square, broadcast(1.33314422036e-1f));

@@ -1,9 +1,9 @@
-"""Report riddles that a program can find: openings of docstrings, names of messages and log fields, names of tests.
+"""Report unclear language that a program can find: openings of docstrings, and names of variables and tests.
 
 python scripts/check_language.py [FILE ...]
 
-Without arguments, all Python files that git tracks are checked. The exit status is 1 if anything is reported. This is
-the floor of CONTRIBUTING.md's rules on language, not their substitute.
+Without arguments, all Python files that git tracks are checked. The exit status is 1 if a problem is reported. The
+script checks only a small part of CONTRIBUTING.md's rules on language.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 OPENINGS = re.compile(r"(Of|As of|What|That|Likewise|Whether what)\b")
-"""First words of a docstring that does not begin with the thing it describes."""
+"""First words of a docstring that does not begin with the described thing."""
 NAMES = {"words": ("message", (ast.Constant, ast.JoinedStr)), "facts": ("fields", (ast.Dict, ast.BinOp))}
-"""Names of variables: the plain name of each, and the values that it is for."""
+"""Forbidden variable names: the name to use instead, and the types of values for which the rule applies."""
 TEST_NAME = re.compile(r"test_(?:.*_)?(who|what|those|whose|whom)(?:_|$)")
-"""A test's name states subject, condition and result."""
+"""Test names that do not state subject, condition and result."""
 
 
 def problems(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -1,10 +1,10 @@
-"""Fixtures shared by all tests, order of the test files, and processor cores of pytest-xdist processes."""
+"""Fixtures shared by all tests, execution order of the test files, and CPU affinity of the pytest-xdist workers."""
 
 from __future__ import annotations
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: the CUDA kernels are interpreted on the CPU
+os.environ["TRITON_INTERPRET"] = "1"  # set before Triton is imported: its interpreter runs the CUDA kernels on the CPU
 
 import gc
 import inspect
@@ -35,19 +35,19 @@ SLOWEST_FIRST = (
     "executors videos site search chat docs paddlenlp storage_limits transformers_models family_features embed "
     "thoughts scheduler rerank responses seed_vllm chat_prompts cuda_experts pd_hosts kserve ray paddlenlp_server"
 ).split()
-"""Test files that take longest. They run first, so that no process runs one of them after the others have finished."""
+"""Test files that take longest, slowest first. They start first, so that none of them is the last one running."""
 
 
 EVERY_CORE = frozenset(os.sched_getaffinity(0))
-"""Cores that the whole run may use."""
+"""CPU cores available to the whole test run."""
 
 
-gc.disable()  # until everything is imported and collected
+gc.disable()  # pause garbage collection until all tests are imported and collected
 
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # garbage collections skip the objects of transformers and pytest
+    gc.freeze()  # exclude the imported objects of transformers and pytest from later garbage collections
     gc.enable()
 
 
@@ -65,8 +65,8 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 
 @contextmanager
 def _environment_unchanged() -> Iterator[None]:
-    """Remove the variable that pytest changes for each test. A fork server is reused only for the same environment, and
-    a new one takes a second to import PyTorch."""
+    """Remove the environment variable that pytest changes for each test. A fork server is reused only in an unchanged
+    environment, and starting a new one takes a second because it imports PyTorch."""
     current = os.environ.pop("PYTEST_CURRENT_TEST", None)
     try:
         yield
@@ -79,16 +79,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # pytest-xdist: do not sort the files by number of tests
     _share_cores()
     executors.set_default()
-    # Without bytecode files every server would compile all its modules.
+    # Without cached bytecode files, every server process would compile all its modules.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    # A shell ignores SIGINT in background jobs; child processes would inherit that.
+    # A shell ignores SIGINT in background jobs, and child processes inherit the ignored signal.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _share_cores() -> None:
-    """Give each process of pytest-xdist separate cores, which its servers inherit. Kernels use one thread per core, and
+    """Bind each pytest-xdist worker, and the servers it starts, to separate cores. Kernels use one thread per core:
     threads of two engines on one core would wait for each other."""
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Use a temporary cache folder instead of the user's."""
+    """Set the cache folder to a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -111,7 +111,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def httpx_timeout() -> Iterator[None]:
-    """Set httpx's default timeout to 60 s: a busy machine can take longer than the usual 5 s."""
+    """Set httpx's default timeout to 60 s: on a busy machine, responses can take longer than httpx's 5 s."""
     calls = (httpx.request, httpx.stream, httpx.get, httpx.options, httpx.head, httpx.post, httpx.put, httpx.delete)
     with pytest.MonkeyPatch.context() as patch:
         for call in (*calls, httpx.Client.__init__, httpx.AsyncClient.__init__):
@@ -121,7 +121,7 @@ def httpx_timeout() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def log() -> Iterator[None]:
-    """Restore the logging configuration after commands that run in the test's process."""
+    """Restore the logging configuration after a test that runs commands in its own process."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
@@ -138,7 +138,7 @@ def servers() -> Iterator[Servers]:
 
 @pytest.fixture
 def every_core() -> Iterator[None]:
-    """Let the processes that a test starts use all cores."""
+    """Let the processes that the test starts use all cores."""
     previous = os.sched_getaffinity(0)
     os.sched_setaffinity(0, EVERY_CORE)
     yield

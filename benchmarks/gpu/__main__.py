@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8, help="time limit of the whole run (default: 8)")
     parser.add_argument("--tune", action="store_true", help="also try other tiles for matrix products (4 more minutes)")
     parser.add_argument("--interpret", action="store_true", help="tiny version in Triton's interpreter, on a CPU")
-    parser.add_argument("--ops", default="cuda", help=argparse.SUPPRESS)  # "reference" tests only this script
+    parser.add_argument("--ops", default="cuda", help=argparse.SUPPRESS)  # "reference" is for tests of this script
     parser.add_argument("--packages", type=Path, help="folder of unpacked wheels, for packages that are not installed")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)  # run one part in this process
@@ -106,7 +106,7 @@ def run_all(args: argparse.Namespace) -> int:
 
 
 def processes(name: str, scale: Scale, args: argparse.Namespace) -> list[str]:
-    """Processes of a part: its name and arguments."""
+    """Name and arguments of each process of a part."""
     measured = [each.name for each in (*scale.models, *scale.measured)]
     chosen = args.models.split(",") if args.models else measured
     match name:

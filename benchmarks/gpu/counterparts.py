@@ -14,7 +14,7 @@ from timing import seconds, seconds_of_many
 from torch import Tensor, nn
 
 COMPILED_BATCHES = (1, 64)
-"""Batch sizes for ``torch.compile``; each takes half a minute to compile."""
+"""Batch sizes for ``torch.compile``; each one takes half a minute to compile."""
 
 
 def run(scale: Scale, limits: dict[str, float], model_name: str) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def decoder(model: Model, batch: int, length: int, scale: Scale, device: torch.d
 
 
 Timed = list[tuple[str, float, int]]
-"""Name of the work, seconds, and number of tokens."""
+"""For each work: name, seconds per call, and number of tokens per call."""
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Properties and measured limits of the device."""
+"""Properties of the device, and its measured bandwidth and rates of matrix products."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Decoding:
 
 
 def time_decoding(one: Engine, given: Sequence[list[int]], steps: int, step_tokens: int) -> Decoding:
-    """Time decode steps of all prompts together: from the last prompt's first token to the end of the first sequence.
+    """Time steps in which all prompts decode: from the last prompt's first token to the end of the first sequence.
 
     Args:
         step_tokens: ``max_num_batched_tokens``. Prefill takes several steps, during which other sequences decode.
@@ -125,7 +125,7 @@ def time_decoding(one: Engine, given: Sequence[list[int]], steps: int, step_toke
             ended, after = now, sum(counts.values())
     done = (after - before) / len(given)
     if not ended or done < 1:
-        raise RuntimeError("there was no step in which all sequences decode")
+        raise RuntimeError("no step decoded all sequences together: increase the number of steps")
     return Decoding(len(given), done, ended - begun, length + before / len(given) + done / 2)
 
 

@@ -1,5 +1,5 @@
-"""Checks of whole models: error relative to float32, CUDA graphs against eager mode, and contract 2 (a request gets the
-same bits whatever else the engine computes)."""
+"""Checks of whole models: error relative to float32, CUDA graphs against eager mode, and contract 2 (the bits of a
+request's output do not depend on other requests)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from engines import Answer, answers, engine, prompts, request, time_decoding
 from shapes import Model, Scale
 
 MAX_LAYERS = 6
-"""Number of layers of the models that are compared with float32, as their weights are written to disk."""
+"""Maximum number of layers of models compared with float32: their weights are written to disk."""
 CAPTURED = (1, 2, 3, 8, 33, 64, 256)
-"""Sizes of CUDA graphs; other batch sizes are padded to these."""
+"""Sizes of CUDA graphs; other batch sizes are padded to one of them."""
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"logprobs": 3},
     "sampled": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7, "logprobs": 3},

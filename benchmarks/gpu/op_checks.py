@@ -18,8 +18,8 @@ from penstock.ops import AttentionMetadata, AttentionOptions, KVSpec, QKNorms, R
 from penstock.ops.quantized_weight import QuantizedWeight
 
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 2e-5}
-"""Allowed relative errors (root mean square of the errors over that of the result) by dtype: about one and a half
-roundings."""
+"""Allowed relative errors (root mean square of the errors over the root mean square of the result) by dtype: about one
+and a half roundings."""
 SUMS = {"": 2e-5, "integers": 2e-3, "fp8": 2e-2}
 """Allowed relative errors of matrix products with float32 results by weight format: activations near the middle of two
 8-bit values may be rounded differently, and tensor cores accumulate fp8 products with fewer bits."""
@@ -61,7 +61,7 @@ def is_lost(device: torch.device) -> bool:
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """Root mean square of the errors over that of the expected values; infinite if a value is not finite."""
+    """Root mean square of the errors, relative to that of the expected values; infinite if a value is not finite."""
     if found.shape != expected.shape or not found.isfinite().all():
         return float("inf")
     difference, size = found.double() - expected.double(), expected.double().square().mean().sqrt()
@@ -69,7 +69,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 class Draw:
-    """Draws random tensors on a device."""
+    """Generator of random tensors on a device."""
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
         self._device = device
@@ -263,7 +263,7 @@ def experts(ops: Any, draw: Draw, tokens: int, dtype: torch.dtype, format: Forma
     ids, weights = ops.select_experts(logits, routing)
     expected_ids, expected_weights = reference.select_experts(logits, routing)
     if not torch.equal(ids, expected_ids) or relative(weights, expected_weights) > 1e-5:
-        raise AssertionError("different experts were selected")
+        raise AssertionError("the router selects other experts or weights than the reference")
 
     def layer(rows: slice) -> Tensor:
         gated = ops.experts_activation_and_mul(x[rows].clone(), gate_up[0], ids[rows], "silu")
@@ -344,7 +344,7 @@ def lora(ops: Any, draw: Draw, device: torch.device, dtype: torch.dtype, small: 
 
 
 def sampling(ops: Any, draw: Draw, device: torch.device, vocab: int, rows: int) -> tuple[float, float]:
-    """Share of rows in which a different token is sampled than by the reference, due to rounding."""
+    """Share of rows in which sampling and the reference choose different tokens, due to rounding; at most 2 %."""
     logits = draw.normal(rows, vocab, scale=3.0)
     bitmask = draw.integers(-(2**31), 2**31, rows, -(-vocab // 32), dtype=torch.int32)
     expected = reference.apply_bitmask(logits.clone(), bitmask)
@@ -357,6 +357,6 @@ def sampling(ops: Any, draw: Draw, device: torch.device, vocab: int, rows: int) 
     columns.append(torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device))
     found = ops.sample_random(logits, *columns)
     alone = torch.cat([ops.sample_random(logits[i : i + 1], *(c[i : i + 1] for c in columns)) for i in range(rows)])
-    assert torch.equal(found, alone), "a row is sampled differently alone"
+    assert torch.equal(found, alone), "a row gets another token alone than in the batch"
     differ = (found != reference.sample_random(logits, *columns)).double().mean().item()
     return differ, 0.02

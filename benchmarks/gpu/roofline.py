@@ -13,11 +13,11 @@ from report import KERNELS
 from shapes import Model, Scale
 
 KINDS = {"bf16": "bf16", "fp8": "fp8", "int8": "int8", "int4": "bf16"}
-"""Kind of matrix products, as in the limits, by format."""
+"""Key of ``limits`` for the matrix products of each format."""
 
 
 def run(scale: Scale, limits: dict[str, float], model_name: str, format: str) -> dict[str, Any]:
-    """Measure a model in a format."""
+    """Measure prefill and decode of a model in a format; returns rows of results, and the start time in seconds."""
     model = next(each for each in (*scale.models, *scale.measured) if each.name == model_name)
     batches = [batch for batch in scale.batches if batch in model.batches or scale.interpret]
     longest = max(*scale.prompts, scale.context + 4 * scale.steps + 2 * max(batches) * scale.context // 8192)
@@ -82,8 +82,8 @@ def share(
 
 
 def profiled(decode: Callable[[], object]) -> dict[str, Any]:
-    """Profile the second half of the launched kernels, which are decode steps: the share of time in which the GPU is
-    idle, and the kernels that take the most time. The profiler adds overhead."""
+    """Profile decode steps, which are the second half of the launched kernels: share of time in which the GPU is idle,
+    and the kernels that take the most time. The profiler adds overhead."""
     from torch.profiler import ProfilerActivity, profile
 
     try:

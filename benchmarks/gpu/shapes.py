@@ -96,8 +96,8 @@ class Model:
         return self.vocab * self.hidden
 
     def weight_bytes(self, format: str, tokens: int) -> float:
-        """Bytes of weights and scales read by a step with ``tokens`` tokens. For experts: the expected number of active
-        ones if all are equally likely."""
+        """Bytes of weights and scales read by a step with ``tokens`` tokens. Experts: expected number of active experts
+        if all are equally likely."""
         from penstock.core.quantization import SCHEMES
 
         def each(format: Any) -> float:
@@ -161,35 +161,35 @@ class Scale:
 
     interpret: bool = False
     models: tuple[Model, ...] = (QWEN3, LLAMA)
-    """Models that are measured, and compared with float32."""
+    """Models for measurements of speed, and for comparison of outputs with float32."""
     compared: tuple[Model, ...] = (
         QWEN3,
         replace(LLAMA, layers=8),
         replace(QWEN3_MOE, layers=6),
         replace(DEEPSEEK, layers=6),
     )
-    """Models whose bits are compared in different batches; the first one in all formats."""
+    """Models for comparison of bits in different batches; the first model is compared in all formats."""
     measured: tuple[Model, ...] = (QWEN3_MOE,)
-    """Models that are only measured."""
+    """Additional models for measurements of speed, without comparison with float32."""
     dtype: str = "bfloat16"
     """Dtype of the computation. The interpreter multiplies bfloat16 incorrectly."""
     formats: tuple[str, ...] = ("bf16", "fp8", "int8", "int4")
     batches: tuple[int, ...] = (1, 8, 64, 256)
     context: int = 1024
     steps: int = 32
-    """Smallest number of timed decode steps."""
+    """Minimum number of timed decode steps."""
     prompts: tuple[int, ...] = (2048, 8192)
     probe: int = 230
     """Prompt length of the compared sequences; with their outputs they exceed 256 tokens."""
     probe_output: int = 60
     others: tuple[int, ...] = (1, 6, 30, 62, 254)
-    """Numbers of other sequences in the batch, besides the compared ones (one per kind of sampling)."""
+    """Numbers of additional sequences in the batch of the compared sequences (one per kind of sampling)."""
     other_tokens: int = 300
     chunks: tuple[int, ...] = (8192, 160)
     """``max_num_batched_tokens`` of the compared engines."""
     compared_blocks: int = 1024
-    """KV blocks of the compared engines, several of which share a GPU. The largest batches need more, so that some
-    sequences are preempted."""
+    """KV blocks of each compared engine; several engines share a GPU. The largest batches need more blocks, so that
+    some sequences are preempted."""
     ops: str = "cuda"
     options: dict[str, Any] = field(default_factory=dict)
     """Options of all engines."""

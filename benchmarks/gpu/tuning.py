@@ -1,4 +1,4 @@
-"""Times tiles of matrix products other than those in the table, and reports faster ones."""
+"""Tuning of matrix products: time tiles that are not in the table, and report faster ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = (1, 8, 64, 256, 2048)
 
 def run(scale: Scale, seconds: float = 240.0) -> dict[str, Any]:
     """For each matrix product of the last model and each number of tokens, time the chosen tile and the fastest other
-    one. Ends after ``seconds``."""
+    tile. Ends after ``seconds``."""
     device, model = torch.device(scale.device), scale.models[-1]
     dtype = getattr(torch, scale.dtype)
     shapes = {
@@ -58,7 +58,7 @@ def run(scale: Scale, seconds: float = 240.0) -> dict[str, Any]:
                         same = torch.equal(call(), expected)
                         taken = seconds_of_many(call, device, count) * 1e6
                     except Exception:
-                        continue  # too much shared memory
+                        continue  # the tile needs too much shared memory
                     if not same:
                         row.setdefault("other bits", []).append(asdict(tile))
                     if taken < least:

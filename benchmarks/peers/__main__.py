@@ -4,7 +4,7 @@ machine's limits.
 python benchmarks/peers CHECKPOINT --openvino PYTHON --vllm PYTHON --llama-cpp FOLDER
 
 Every peer is optional and has a separate environment: give the ``python`` with ``openvino-genai`` and
-``optimum-intel``, the one with ``vllm``, and the source folder of llama.cpp with programs built in ``build/bin``.
+``optimum-intel``, the ``python`` with ``vllm``, and the source folder of llama.cpp with programs in ``build/bin``.
 Checkpoints are converted once, into ``--work``. Penstock is also measured with llama.cpp's 8-bit and 4-bit GGUF files.
 All systems decode greedily, ignore EOS and have no prefix cache.
 
@@ -50,7 +50,7 @@ OPENVINO_WEIGHTS = {
     "int8": ["int8"],
     "int4": ["int4", "--sym", "--group-size", "128", "--ratio", "1.0"],
 }
-"""Arguments after ``--weight-format`` by format."""
+"""Arguments after ``--weight-format`` of ``optimum-cli``, by format."""
 
 
 def main() -> None:
@@ -59,9 +59,11 @@ def main() -> None:
     parser.add_argument("--openvino", type=Path, metavar="PYTHON")
     parser.add_argument("--vllm", type=Path, metavar="PYTHON")
     parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER")
-    parser.add_argument("--work", type=Path, default=Path("build/peers"), help="converted checkpoints (build/peers)")
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/peers"), help="folder for converted checkpoints (default: build/peers)"
+    )
     parser.add_argument("--format", nargs="+", choices=["bf16", "int8", "int4"], default=["bf16", "int8", "int4"])
-    parser.add_argument("--works", nargs="+", choices=NAMES, default=list(NAMES), help="(default: all)")
+    parser.add_argument("--works", nargs="+", choices=NAMES, default=list(NAMES), help="work to measure (default: all)")
     parser.add_argument("--isa", choices=ONEDNN, help="limit all systems to this instruction set")
     parser.add_argument("--threads", type=int, default=2, help="number of threads (default: 2)")
     parser.add_argument("--rounds", type=int, default=2, help="rounds; short works run three times each (default: 2)")
@@ -69,7 +71,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="draw results to this file (.png or .svg)")
     args = parser.parse_args()
     if args.isa and args.vllm:
-        parser.error("vLLM cannot be limited to an instruction set: leave out --vllm or --isa")
+        parser.error("vLLM cannot be limited to an instruction set: omit --vllm or --isa")
     if args.isa and args.llama_cpp and (problem := check_llama_cpp(args.llama_cpp, args.isa)):
         parser.error(problem)
 
@@ -131,7 +133,7 @@ def found(args: argparse.Namespace) -> Iterator[System]:
             convert(file, lambda to=file, type=kind: quantize_llama_cpp(args.llama_cpp, whole, to, type))
             runner = [sys.executable, str(HERE / "run_llama_cpp.py")]
             yield System("llama.cpp", format, [*runner, str(args.llama_cpp), str(file), str(args.threads)], {})
-            if format != "bf16":  # 8-bit activations, as in llama.cpp
+            if format != "bf16":  # Penstock quantizes activations to 8 bits, as llama.cpp does
                 quantization = "w8a8" if format == "int8" else "w4a8"
                 runner = [sys.executable, str(HERE / "run_penstock.py")]
                 command = [*runner, str(file), str(args.threads), quantization]
@@ -158,8 +160,8 @@ def table(
     limits: dict[str, float],
     formats: list[str],
 ) -> str:
-    """Rates of all systems, and the median of the rounds' ratios of Penstock to the fastest peer of the round. Penstock
-    with a peer's file is a column, but does not count as a peer."""
+    """Markdown tables of the rates of all systems, and of the median over the rounds of Penstock's rate divided by the
+    fastest peer's. Penstock with a peer's file is a column, but does not count as a peer."""
     lines = [
         f"Limits: memory reads {limits['read'] / 1e9:.0f} GB/s; multiply-adds of bfloat16 "
         f"{limits['bfloat16'] / 1e9:.0f} G/s, of 8-bit integers {limits['int8'] / 1e9:.0f} G/s.",

@@ -1,4 +1,4 @@
-"""Charts of the results."""
+"""Charts of the results: bars of speed, and speed against perplexity."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 OURS = "Penstock"
 WITH_PEERS_FILE = f"{OURS} (GGUF file)"
-"""Penstock with llama.cpp's GGUF file."""
+"""Name of Penstock with llama.cpp's GGUF file."""
 COLOURS = {
     OURS: "#0b7285",
     WITH_PEERS_FILE: "#66a9b5",

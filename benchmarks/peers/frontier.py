@@ -2,10 +2,10 @@
 
 python benchmarks/peers/frontier.py CHECKPOINT --openvino PYTHON --llama-cpp FOLDER --ik-llama-cpp FOLDER
 
-The checkpoint needs real weights, since quality cannot be measured with random ones. Peers are given as in
-``benchmarks/peers``; ik_llama.cpp is built like llama.cpp. Perplexity is that of the second halves of windows of 512
-tokens of a text, as in ``llama-perplexity``, computed by each system; it is reported relative to the system's own
-16-bit perplexity, so that differences in tokenizers do not count.
+The checkpoint needs real weights, since random weights have no quality to measure. Peers are given as in
+``benchmarks/peers``; ik_llama.cpp is built like llama.cpp. Each system computes the perplexity of the second halves of
+windows of 512 tokens of a text, as ``llama-perplexity`` does; it is reported relative to the 16-bit perplexity of the
+same system, so that differences in tokenizers do not count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 HERE = Path(__file__).parent
 MEASURED: list[Work] = [(1, 512, 1), (1, 16, 64), (8, 16, 64)]
-"""Prefill 512, decode 1 and decode 8."""
+"""Measured works: prefill of 512 tokens, decode of 1 and of 8 sequences."""
 OURS_FORMATS = ("none", "wint8", "w8a8", "wint4", "w4a8")
 OURS_GGUF = {"q8_0": "w8a8", "q6_k": "w8a8", "q4_k_m": "none", "q4_0": "w4a8"}
 """``--quantization`` of Penstock by type of llama.cpp's GGUF file."""
@@ -47,7 +47,7 @@ OPENVINO_WEIGHTS = {
 }
 """Arguments after ``--weight-format``. Groups of 128, the default for ``int4``, do not divide every model's inputs."""
 FORMATS_16_BIT = ("none", "bf16", "fp16")
-"""16-bit formats, the reference of a system's other perplexities."""
+"""16-bit formats: their perplexity is the reference for the other formats of a system."""
 
 
 def main() -> None:
@@ -56,8 +56,13 @@ def main() -> None:
     parser.add_argument("--openvino", type=Path, metavar="PYTHON")
     parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER")
     parser.add_argument("--ik-llama-cpp", type=Path, metavar="FOLDER")
-    parser.add_argument("--only", nargs="+", metavar="SYSTEM:FORMAT", help="measure only these, such as Penstock:w8a8")
-    parser.add_argument("--text", type=Path, default=Path("/usr/share/common-licenses/GPL-3"), help="(default: GPL 3)")
+    parser.add_argument("--only", nargs="+", metavar="SYSTEM:FORMAT", help="only these formats, such as Penstock:w8a8")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        default=Path("/usr/share/common-licenses/GPL-3"),
+        help="text for perplexity (default: GPL 3)",
+    )
     parser.add_argument("--windows", type=int, default=14, help="number of windows of 512 tokens (default: 14)")
     parser.add_argument("--work", type=Path, default=Path("build/frontier"), help="folder for converted checkpoints")
     parser.add_argument("--threads", type=int, default=2, help="number of threads (default: 2)")
@@ -77,7 +82,7 @@ def main() -> None:
                         seconds[label(system)][work] += [started.seconds(work) for _ in range(3)]
                     if not turn:
                         perplexities[label(system)] = started.perplexity(args.text.resolve(), args.windows)
-            except SystemExit as error:  # continue with the others
+            except SystemExit as error:  # continue with the other systems
                 print(error, file=sys.stderr)
     seconds = {name: seconds[name] for name in perplexities if all(seconds[name].values())}
     losses = {name: value / perplexities[reference(name, perplexities)] for name, value in perplexities.items()}

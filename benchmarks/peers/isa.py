@@ -1,4 +1,4 @@
-"""Limits peers to one of Penstock's instruction sets."""
+"""Limitation of peers to one of Penstock's instruction sets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FUNCTIONS = {
     "amx": "avx avx2 avx2_vnni avx2_vnni_2 avx512f avx512_core avx512_core_vnni bfloat16 avx512_core_fp16 "
     "avx512_core_amx avx512_core_amx_int8 avx512_core_amx_bf16 avx512_core_amx_fp16",
 }
-"""Features that OpenVINO's CPU detection may find by instruction set; ``amx`` has all that it checks."""
+"""Features that OpenVINO's CPU detection may find, by instruction set; ``amx`` has all features that it checks."""
 FEATURES = ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx_int8")
 """Features reported by a build of llama.cpp that distinguish the instruction sets."""
 BUILDS: dict[str, set[str]] = {
@@ -36,7 +36,7 @@ BUILDS: dict[str, set[str]] = {
     "avx512bf16": {"avx2", "avx512", "avx512_vnni", "avx512_bf16"},
     "amx": {"avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_int8"},
 }
-"""Features that a build of llama.cpp must have, exactly, by instruction set."""
+"""Exact set of features that a build of llama.cpp must have, by instruction set."""
 
 
 def check_llama_cpp(folder: Path, isa: str) -> str | None:
@@ -51,7 +51,7 @@ def check_llama_cpp(folder: Path, isa: str) -> str | None:
         return None
     actual = ", ".join(feature for feature in FEATURES if feature in built) or "none"
     expected = ", ".join(feature for feature in FEATURES if feature in BUILDS[isa]) or "none"
-    return f"{folder}: this llama.cpp was not built for {isa}: it has {actual} instead of {expected}"
+    return f"{folder}: this llama.cpp was not built for {isa}: it has {actual}, and must have {expected}"
 
 
 def limit_openvino(isa: str | None, work: Path) -> dict[str, str]:

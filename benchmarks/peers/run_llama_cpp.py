@@ -22,14 +22,14 @@ def main() -> None:
         command = [str(programs / "llama-batched-bench"), *fixed, *sizes]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         rows = re.findall(r"^\| *\d.*\|$", done.stdout + done.stderr, re.MULTILINE)
-        assert len(rows) == 1, "llama-batched-bench prints no table"
+        assert len(rows) == 1, f"llama-batched-bench printed {len(rows)} table rows instead of one"
         return float(rows[0].split("|")[9])  # column "T s": total time of prompts and generation
 
     def perplexity(text: str, count: int) -> float:
         fixed = ["-m", model, "-t", threads, "-f", text, "-c", str(SIZE), "-b", str(SIZE), "--chunks", str(count)]
         done = subprocess.run([str(programs / "llama-perplexity"), *fixed], capture_output=True, text=True, check=True)
         found = re.search(r"Final estimate: PPL.* = ([\d.]+)", done.stdout + done.stderr)
-        assert found, "llama-perplexity prints no estimate"
+        assert found, "llama-perplexity printed no final estimate"
         return float(found[1])
 
     answer(seconds, perplexity)

@@ -33,7 +33,7 @@ def main() -> None:
     def perplexity(text: str, count: int) -> float:
         tokenizer = llm.get_tokenizer()
         ids = tokenizer.encode(Path(text).read_text(encoding="utf-8"), add_special_tokens=False)
-        begun = tokenizer.encode("a")  # with a BOS token, if the tokenizer adds one
+        begun = tokenizer.encode("a")  # begins with the BOS token if the tokenizer adds one
         bos = begun[0] if begun != tokenizer.encode("a", add_special_tokens=False) else None
         windows = windows_of(ids, bos, count)
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0, detokenize=False)

@@ -34,14 +34,14 @@ class System:
 
     name: str
     format: str
-    """``bf16``, ``int8`` or ``int4``, or the name of a quantization."""
+    """Weight format: ``bf16``, ``int8`` or ``int4``, or the name of a quantization."""
     command: list[str]
     environment: dict[str, str]
     """Additional environment variables."""
 
 
 class Running:
-    """Running system. It handles one request at a time and is idle in between."""
+    """Running system. It handles one request at a time, and is idle between requests."""
 
     def __init__(self, system: System, process: subprocess.Popen[str], errors: IO[str]) -> None:
         self._system = system
@@ -49,7 +49,7 @@ class Running:
         self._errors = errors
 
     def seconds(self, work: Work) -> float:
-        """Duration of a work."""
+        """Duration of a work in seconds."""
         return float(self._call("seconds", list(work)))
 
     def perplexity(self, text: Path, windows: int) -> float:
@@ -73,7 +73,7 @@ class Running:
 
 @contextmanager
 def running(system: System) -> Iterator[Running]:
-    """Context with a started system that is ready; it is stopped at the end."""
+    """Context with a system that is started and ready; stops the system at the end."""
     with TemporaryFile("w+") as errors:
         pipe = subprocess.PIPE
         process = subprocess.Popen(
@@ -97,7 +97,7 @@ def running(system: System) -> Iterator[Running]:
 
 def rate(work: Work, taken: list[float]) -> float:
     """Tokens per second, median over the rounds. Counts prompt tokens if one token is generated, generated tokens if
-    prompts are shorter than outputs, else both."""
+    prompts are shorter than outputs, otherwise both kinds."""
     prompts, read, generated = work
     tokens = prompts * (read if generated == 1 else generated if read < generated else read + generated)
     return statistics.median(tokens / seconds for seconds in taken)

@@ -35,7 +35,7 @@ def run_all(
 
     Args:
         generate: prepares a generation for prompts and a number of tokens to generate; returns the function to time.
-        perplexity: as for ``answer``.
+        perplexity: handler of perplexity requests, as for ``answer``.
     """
     draw = random.Random(0)
 

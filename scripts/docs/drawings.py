@@ -1,4 +1,4 @@
-"""Drawings of docs/architecture as SVG: ``python scripts/docs drawings`` writes them there.
+"""SVG drawings of docs/architecture, written by ``python scripts/docs drawings``.
 
 The drawing of packages is generated from import-linter's layers in pyproject.toml. The other drawings are defined here:
 boxes on a grid, and arrows between their edges.
@@ -55,11 +55,11 @@ CONTENTS = {
     "demo": "built-in model",
     "version": "",
 }
-"""Contents of each package."""
+"""Short description of each package, shown in its box."""
 
 
 class Box(NamedTuple):
-    """Box; positions and sizes in grid units."""
+    """Box with a title and lines of text. Positions and sizes are in grid units."""
 
     x: float
     y: float
@@ -79,14 +79,14 @@ class Arrow(NamedTuple):
     both: bool = False
     """True for an arrow with two heads."""
     shift: tuple[float, float] = (0, 0)
-    """Offset of the label."""
+    """Offset of the label from the middle, in grid units."""
 
 
 class Drawing(NamedTuple):
     width: float
     height: float
     about: str
-    """Text alternative."""
+    """Text alternative for screen readers (``title`` of the SVG)."""
     boxes: tuple[Box, ...]
     arrows: tuple[Arrow, ...] = ()
 

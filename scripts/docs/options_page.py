@@ -49,7 +49,7 @@ def _default(setting: Setting) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape Markdown in a table cell."""
+    """Escape Markdown characters in the text of a table cell."""
     for character in "\\|<*_[":
         text = text.replace(character, f"\\{character}")
     return text

@@ -1,4 +1,4 @@
-"""Copies the pages of docs/, and the files of the repository that they link to, into the site."""
+"""Copying of docs/, and of the files of the repository that its pages link to, into the site."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 
 
 def site_path(source: Path) -> str:
-    """Path in the site of a file of the repository: pages of docs/ keep their path, others are below repository/. For a
-    folder: the page that lists its files."""
+    """Path in the site of a file of the repository: pages of docs/ keep their path, other files are in repository/. For
+    a folder: the page that lists its files."""
     name = source.relative_to(ROOT).as_posix()
     if name in HOME:
         return HOME[name]
@@ -24,7 +24,7 @@ def site_path(source: Path) -> str:
         name += "/files.md"
     if name.startswith("docs/"):
         return name.removeprefix("docs/")
-    return re.sub(r"/\.", "/", f"repository/{name}")  # hidden files are not part of a site
+    return re.sub(r"/\.", "/", f"repository/{name}")  # the site must have no hidden files
 
 
 def copy_pages() -> None:

@@ -23,7 +23,7 @@ FAMILIES = {
 def openapi_document() -> Schema:
     """OpenAPI document of a server with all options that add routes."""
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # folder of metrics
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # Metrics() needs this variable
         return asyncio.run(_get_document(folder))
 
 
@@ -67,9 +67,9 @@ def routes_page() -> str:
             tables[title].append(f"| {method.upper()} | `{path}` | {_cell(operation['summary'])} | {_linked(body)} |")
     parts = [
         "# HTTP routes\n\n"
-        "A server lists its routes at `/openapi.json`, with the schemas of requests and responses. These are those\n"
-        "of a server with `--allow-runtime-lora-updating`, `--server-dev-mode`, `--storage-dir` and `--role router`,\n"
-        "and the fields of each request. [Dialects](../dialects.md) describes the systems that they belong to."
+        "A server lists its routes at `/openapi.json`, with the schemas of requests and responses. This page has the\n"
+        "routes of a server with `--allow-runtime-lora-updating`, `--server-dev-mode`, `--storage-dir` and\n"
+        "`--role router`, and the fields of each request. [Dialects](../dialects.md) describes the APIs' systems."
     ]
     head = "| method | path | meaning | request |\n|---|---|---|---|\n"
     parts += [f"## {title}\n\n{head}" + "\n".join(sorted(rows)) for title, rows in tables.items()]
@@ -80,7 +80,7 @@ def routes_page() -> str:
 
 
 def _body(operation: Schema) -> str:
-    """Name of the schema of an operation's request; empty if it has none."""
+    """Name of the schema of an operation's request body; empty if the operation has no body."""
     content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
     return str(content.get("schema", {}).get("$ref", "")).rpartition("/")[2]
 
@@ -96,7 +96,7 @@ def _fields(name: str, schema: Schema) -> str:
 
 
 def _type(schema: Schema) -> str:
-    """Short description of a schema."""
+    """Short description of a JSON schema's type, for a table cell."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(_type(option) for option in schema["anyOf"]))
     if "$ref" in schema:

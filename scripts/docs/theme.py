@@ -50,6 +50,6 @@ def write_theme() -> None:
         ("partials/language.html", LANGUAGE),
         ("partials/alternate.html", SWITCH % json.dumps(translated)),
         ("main.html", MAIN),
-        ("partials/javascripts/outdated.html", ""),  # fails without an absolute URL; the bundle does the same
+        ("partials/javascripts/outdated.html", ""),  # the script fails without an absolute URL; the bundle replaces it
     ):
         write_file(THEME / name, text)

@@ -21,11 +21,11 @@ PROMETHEUS = shutil.which("prometheus")
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "deploy/grafana/penstock.json").read_text())
 VARIABLES = {"$model": ".*", "$job": ".*", "$__rate_interval": "1m"}
 WITHOUT_SAMPLES = ("spec_decode", "kv_transfer", "storage_refusals")
-"""Parts of the names of metrics that need features which the server does not use."""
+"""Parts of the names of metrics that have no samples, as the server does not use their features."""
 
 
 class NotReadyError(Exception):
-    """Prometheus is not ready yet."""
+    """Prometheus does not answer queries yet."""
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_dashboard_and_alerts_use_existing_metrics(prometheus: str) -> None:
     texts = json.dumps(DASHBOARD) + (ROOT / "deploy/prometheus/alerts.yml").read_text()
     used = set(re.findall(r"penstock:\w+", texts))
     missing = {name for name in used - names if not any(part in name for part in WITHOUT_SAMPLES)}
-    assert missing <= {"penstock:request_failures_total"}  # no request failed
+    assert missing <= {"penstock:request_failures_total"}  # absent, as no request has failed
 
 
 def test_alert_rules_load_and_do_not_fire(prometheus: str) -> None:
@@ -146,7 +146,7 @@ def test_alert_rules_load_and_do_not_fire(prometheus: str) -> None:
 
 
 def test_vllm_metric_names_have_data(prometheus: str) -> None:
-    """Metrics that routers and dashboards for vLLM use."""
+    """The metrics are those that routers and dashboards for vLLM use."""
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc"):
         assert query(prometheus, f"vllm:{name}")
     for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):

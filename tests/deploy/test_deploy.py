@@ -56,7 +56,7 @@ MANIFEST_VALUES: dict[str, dict[str, Any]] = {
         "clusterSecret": {"existingSecret": "penstock-cluster"},
     },
 }
-"""Values of the chart that render each of the manifests."""
+"""Values of the chart by manifest that they render."""
 
 
 def lint(package: str, command: str, *arguments: str | Path) -> None:
@@ -90,7 +90,7 @@ def pods(objects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def command_lines() -> Iterator[tuple[str, list[str]]]:
-    """File name and arguments of every command line of the server."""
+    """File name and arguments of every command line that starts the server in the files of deploy/."""
     for path in COMPOSE:
         for service in yaml.safe_load(path.read_text())["services"].values():
             if "command" in service and not str(service.get("image", "penstock")).startswith("prom"):
@@ -134,7 +134,7 @@ def test_github_files_match_schema(schema: str, paths: str) -> None:
 def test_wheels_support_the_tested_pythons() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["requires-python"] == ">=3.11"
-    assert project["tool"]["scikit-build"]["wheel"]["py-api"] == "cp312"  # stable ABI: also for later versions
+    assert project["tool"]["scikit-build"]["wheel"]["py-api"] == "cp312"  # the stable ABI is also for later versions
     assert project["tool"]["cibuildwheel"]["build"] == ["cp311-*", "cp312-*"]
     tested = yaml.safe_load(WORKFLOWS[-1].read_text())["jobs"]["test"]["strategy"]["matrix"]["python"]
     assert tested == ["3.11", "3.14"]
@@ -247,7 +247,8 @@ def test_autoscaler_metric_exists() -> None:
 
 @pytest.mark.parametrize("name", MANIFEST_VALUES)
 def test_manifests_equal_rendered_chart(name: str) -> None:
-    """Update them with ``helm template penstock deploy/helm/penstock`` and the values of ``MANIFEST_VALUES``."""
+    """Update the manifests with ``helm template penstock deploy/helm/penstock`` and the values of
+    ``MANIFEST_VALUES``."""
     assert documents((DEPLOY / "kubernetes" / name).read_text()) == render(MANIFEST_VALUES[name])
 
 

@@ -1,4 +1,4 @@
-"""The systemd unit."""
+"""The systemd unit: syntax and stop timeout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_systemd_unit_is_valid(tmp_path: Path) -> None:
     text = UNIT.read_text()
     assert INSTALLED in text
     copy = tmp_path / UNIT.name
-    copy.write_text(text.replace(INSTALLED, str(shutil.which("true"))))  # an existing program
+    copy.write_text(text.replace(INSTALLED, str(shutil.which("true"))))  # systemd requires that the program exists
     assert VERIFY
     result = subprocess.run([VERIFY, "verify", "--man=no", str(copy)], capture_output=True, text=True)
     assert result.returncode == 0 and UNIT.name not in result.stderr, result.stderr

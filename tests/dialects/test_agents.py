@@ -29,10 +29,10 @@ class Agent(NamedTuple):
     package: str
     command: list[str]
     call: str
-    """Call of the agent's shell tool with the command ``SHELL``."""
+    """The agent's tool call that runs the shell command ``SHELL``."""
     environment: Callable[[str], dict[str, str]] = lambda url: {}
     files: Callable[[str], dict[str, str]] = lambda url: {}
-    """Files to write to the agent's home and working folder, by path."""
+    """Files of the agent's home and working folder (content by path), as a function of the server's URL."""
 
 
 CODEX = """model = "default"
@@ -55,7 +55,7 @@ AGENTS = {
             "ANTHROPIC_MODEL": "default",
             "ANTHROPIC_DEFAULT_HAIKU_MODEL": "default",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "IS_SANDBOX": "1",  # otherwise the agent runs no commands as root
+            "IS_SANDBOX": "1",  # otherwise the agent refuses to run commands as root
         },
     ),
     "codex": Agent(
@@ -142,10 +142,10 @@ def program(name: str, package: str) -> Path:
     command = PROGRAMS / "node_modules" / ".bin" / name
     if not command.exists():
         if shutil.which("npm") is None:
-            pytest.skip("needs npm")
+            pytest.skip("needs npm (Debian: apt install npm)")
         PROGRAMS.mkdir(parents=True, exist_ok=True)
         subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--prefix", PROGRAMS, package], check=True)
-        for script in ("install.cjs", "postinstall.mjs"):  # link the program, if npm did not run them
+        for script in ("install.cjs", "postinstall.mjs"):  # these scripts link the program; npm may have skipped them
             if (PROGRAMS / "node_modules" / package / script).exists():
                 subprocess.run(["node", script], cwd=PROGRAMS / "node_modules" / package, check=True)
     return command

@@ -30,7 +30,7 @@ CAPITAL = [{"role": "user", "content": "What is the capital of Canada?"}]
 GREEDY = {"temperature": 0}
 BODY: dict[str, Any] = {"model": "default", "max_tokens": 60}
 PLAIN = BODY | {"extra_body": GREEDY}
-"""The client has no argument for the temperature any more."""
+"""The temperature is in ``extra_body`` because the client no longer has an argument for it."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_message_text_and_usage_equal_openai_chat(served: Served, client: anthro
 
 @pytest.mark.row("anthropic", "stop_sequences", "stop_reason", "max_tokens")
 @BOTH
-def test_stop_reason_of_each_end(client: anthropic.Anthropic, ask: Any) -> None:
+def test_stop_reason_names_cause_of_end(client: anthropic.Anthropic, ask: Any) -> None:
     stopped = ask(client, **PLAIN, messages=CAPITAL, stop_sequences=["Canada"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "Canada")
     assert "Canada" not in stopped.content[0].text
@@ -118,13 +118,13 @@ def test_tool_choice_forces_or_forbids_tool_use(client: anthropic.Anthropic, ask
 
 @pytest.mark.row("anthropic", "beta.messages.tool_runner", "thread")
 @pytest.mark.parametrize("stream", [False, True])
-def test_tool_runner_works_unmodified(client: anthropic.Anthropic, stream: bool) -> None:
-    """The runner asks the server to keep the conversation, and sends all of it if the server refuses to."""
+def test_tool_runner_calls_tool_and_gets_final_answer(client: anthropic.Anthropic, stream: bool) -> None:
+    """The server refuses the runner's request to keep the conversation, so the runner sends all messages each time."""
     seen = []
 
     @anthropic.beta_tool
     def get_weather(city: str) -> str:
-        """The weather in a city."""
+        """Return the weather in a city."""
         seen.append(city)
         return "sunny, 21 degrees"
 

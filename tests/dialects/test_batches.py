@@ -80,10 +80,10 @@ def test_files_are_created_listed_and_deleted_per_key(client: openai.OpenAI, ser
     others = [client.files.create(file=(f"{i}.txt", b"x"), purpose="batch") for i in range(3)]
     assert [file.id for file in client.files.list(purpose="batch", limit=2)] == [file.id for file in others[::-1]]
     assert next(iter(client.files.list(order="asc"))).id == created.id
-    with pytest.raises(openai.NotFoundError):  # a file of another key
+    with pytest.raises(openai.NotFoundError):  # the file belongs to another API key
         client_of(served, KEYS[1]).files.retrieve(created.id)
     assert client.files.delete(created.id).deleted
-    with pytest.raises(openai.NotFoundError, match="there is no file"):
+    with pytest.raises(openai.NotFoundError, match="does not exist or has expired"):
         client.files.content(created.id)
     for file in others:
         client.files.delete(file.id)
@@ -107,13 +107,13 @@ def test_invalid_upload_is_rejected_by_name(client: openai.OpenAI, served: Serve
     form = b'--x\r\nContent-Disposition: form-data; name="file"; filename="+2AA-"\r\n\r\nabc\r\n'
     form += b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--\r\n'
     created = httpx.post(f"{served.url}/files", headers=more, content=form).json()
-    assert created["filename"] == "+2AA-", "in UTF-7 it would be half a character"
+    assert created["filename"] == "+2AA-", "decoded as UTF-7, the name would be a lone surrogate"
     client.files.delete(created["id"])
 
 
 @pytest.mark.parametrize("path", ["files", "audio/transcriptions"])
 def test_stalled_upload_gets_408(served: Served, path: str) -> None:
-    """The client stops sending: the server answers, and closes the connection."""
+    """The client stops sending. The server responds with 408 and closes the connection."""
     address = served.root.rpartition("/")[2].split(":")
     head = [f"POST /v1/{path} HTTP/1.1", "host: x", f"authorization: Bearer {KEYS[0]}", "content-length: 5000"]
     head += ["content-type: multipart/form-data; boundary=x", "", "--x", "content-disposition: form-data; name=file"]
@@ -211,7 +211,7 @@ def test_failing_batch_does_not_block_other_batches(client: openai.OpenAI, serve
     gone = create_batch(client, line("a"))
     client.files.delete(gone.input_file_id)
     lost = wait_until_ended(client, gone.id)
-    if lost.status != "completed":  # the batch was faster than the deletion
+    if lost.status != "completed":  # a completed batch has read its file before the deletion
         assert lost.status == "failed" and lost.errors and lost.errors.data
         assert lost.errors.data[0].code == "input_file_not_found"
     assert wait_until_ended(client, not_utf8.id).status in ("completed", "failed")
@@ -220,7 +220,7 @@ def test_failing_batch_does_not_block_other_batches(client: openai.OpenAI, serve
 
 
 def test_batch_completes_while_engine_is_busy(tmp_path: Path) -> None:
-    """Lines wait until the engine has room; none is lost."""
+    """Lines of the batch wait while the engine's queue is full; none is lost."""
     flags = ["--storage-dir", str(tmp_path), "--max-num-seqs", "2", "--max-waiting", "1", "--batch-concurrency", "4"]
     with Served(*flags) as server:
         client = client_of(server, "none")
@@ -242,11 +242,11 @@ def test_stored_files_are_readable_by_owner_only(tmp_path: Path) -> None:
 
 
 LINES = 20
-"""Number of lines, more than the process computes before it is killed."""
+"""Number of lines: more than the API process completes before it is killed."""
 
 
 def test_batch_continues_after_api_process_is_killed(tmp_path: Path) -> None:
-    """A new process computes the remaining lines; no line is answered twice."""
+    """The restarted API process computes the remaining lines; no line is answered twice."""
     with Served(
         "--storage-dir", str(tmp_path), "--num-gpu-blocks-override", "400", "--batch-concurrency", "2"
     ) as server:

@@ -69,7 +69,7 @@ def test_stream_chunks_match_documentation(served: Served) -> None:
         assert usage["total_tokens"] == prompt_tokens + usage["completion_tokens"]
         assert (choice["finish_reason"] == "") == (number < len(found)) == (choice["text"] != "")
     counts = [chunk["usage"]["completion_tokens"] for chunk in found]
-    assert counts == sorted(counts) and counts[0] >= 1  # a busy server puts several tokens in a chunk
+    assert counts == sorted(counts) and counts[0] >= 1  # a busy server puts several tokens in one chunk
     whole = json.loads(curl(f"{served.url}/completions", body | {"stream": "false"}))
     assert list(whole) == CHUNK
     assert whole["choices"][0]["text"] == "".join(chunk["choices"][0]["text"] for chunk in found)
@@ -217,7 +217,7 @@ def test_stream_reports_dead_engine(served: Served) -> None:
 
 
 def settings_of(*flags: str) -> dict[str, Any]:
-    """Settings of ``penstock config``, without its log."""
+    """Return the settings printed by ``penstock config``."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         assert main(["config", "--json", "--compat", "bladellm", *flags]) == 0
@@ -225,7 +225,7 @@ def settings_of(*flags: str) -> dict[str, Any]:
 
 
 def configured(*flags: str) -> dict[str, Any]:
-    """Settings of ``penstock config``, and its log as ``stderr``."""
+    """Return the settings printed by ``penstock config``, and its log as ``stderr``."""
     found = run_in_process(main, "config", "--json", "--compat", "bladellm", *flags)
     assert found.returncode == 0, found
     return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"stderr": found.stderr}
@@ -299,7 +299,7 @@ def test_invalid_flag_is_rejected_by_name(capsys: pytest.CaptureFixture[str], fl
 
 
 def test_blade_llm_server_rejects_request_after_max_queue_time(tmp_path: Path) -> None:
-    """The server takes OpenAI's and BladeLLM's clients."""
+    """The server answers requests of OpenAI's and of BladeLLM's clients."""
     flags = "--num-gpu-blocks-override 100 --max-num-seqs 1 --max_queue_time 0.5 --decode_algo sps --gamma 2"
     assert main(["shims", str(tmp_path), "bladellm"]) == 0
     with Served(*flags.split(), command=[str(tmp_path / "blade_llm_server")]) as served:
@@ -368,7 +368,7 @@ def test_service_memory_sizes_kv_cache_without_gpu(tmp_path: Path) -> None:
     text = SERVICE.replace("FOLDER", str(tmp_path)).replace("PORT", "8081").replace('"gpu": 1', '"gpu": 0')
     text = text.replace("64000", "1000").replace("--num-gpu-blocks-override 100", "--max_gpu_memory_utilization 0.5")
     file.write_text(text)
-    block_size = 6 * 2 * 2 * 64 * 64 * 2  # layers, keys and values, KV heads, head size, tokens, bytes of bfloat16
+    block_size = 6 * 2 * 2 * 64 * 64 * 2  # layers, K and V, KV heads, head size, tokens per block, bytes of bfloat16
     with Served("--service-json", str(file)) as served:
         assert f"kv_blocks={500 * 2**20 // block_size}" in served.find("ready: .*").string
 
@@ -414,7 +414,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
 @pytest.mark.row("bladellm", "blade_llm_quantize", "--quant_mode", "--bit", "--block_wise_quant", "--quant_dtype")
 @pytest.mark.row("bladellm", "--quant_algo", "--calib_data", "--calib_data_file", "--cpu_offload")
 def test_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
-    """Runs the command of Alibaba's documentation twice, as a start script may do."""
+    """The command of Alibaba's documentation is run twice, because start scripts may repeat it."""
     command = f"""
     blade_llm_quantize \\
         --model {demo.CHAT} \\

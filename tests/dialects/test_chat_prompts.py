@@ -56,7 +56,7 @@ def client_of(server: Served) -> openai.OpenAI:
 
 
 def ask(server: Served, messages: Any = QUESTION, stream: bool = False, **extra: Any) -> dict[str, Any]:
-    """Return the answer's text and the prompt's token ids."""
+    """Return the answer's text and the token ids of the prompt."""
     fields: dict[str, Any] = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 100}
     fields["extra_body"] = {"return_token_ids": True, **extra}
     if not stream:
@@ -174,7 +174,7 @@ WRONG = {
     "{{ ''.__class__.__mro__ }}": "cannot render",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": ENDLESS,
     "{{ 9 ** (9 ** 9) }}": ENDLESS,
-    "{{ 'x' * 10 ** 12 }}": "more than 1 GiB of memory",
+    "{{ 'x' * 10 ** 12 }}": "or 1 GiB of memory",
     "{{ 'x' * 10 ** 8 }}": "the limit is 67108864|longer than 2 seconds",
     "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}": "chat_template",
     "x" * 65_537: "chat_template",
@@ -182,7 +182,7 @@ WRONG = {
 
 
 def test_ctrl_c_does_not_interrupt_template_rendering() -> None:
-    """SIGINT arrives while the process that renders the template starts; the server drains."""
+    """SIGINT arrives while the template renderer process starts. The server completes its requests before it exits."""
     with (
         Served("--trust-request-chat-template", "--num-gpu-blocks-override", "100") as server,
         ThreadPoolExecutor() as pool,
@@ -194,9 +194,9 @@ def test_ctrl_c_does_not_interrupt_template_rendering() -> None:
 
 
 def test_malicious_templates_fail_without_delaying_others(trusting_server: Served) -> None:
-    """Other requests are answered while the server stops a template that never ends."""
+    """Other requests are answered while the server stops a template with an endless loop."""
     answered_starts: list[float] = []
-    """Start times of the answered probes."""
+    """Times at which the answered probe requests were sent."""
     ended = threading.Event()
 
     def probe() -> None:
@@ -213,7 +213,7 @@ def test_malicious_templates_fail_without_delaying_others(trusting_server: Serve
             with pytest.raises(openai.BadRequestError, match=message):
                 ask(trusting_server, chat_template=source)
             assert message != ENDLESS or any(at > begun for at in [*answered_starts]), (
-                "a probe was sent and answered in the meantime"
+                "no probe was sent and answered while the template ran"
             )
             assert ask(trusting_server, chat_template=TEMPLATE, reasoning_effort="none")["text"] == ANSWER
     finally:
@@ -233,7 +233,7 @@ RAG_TEMPLATE = "{% for d in documents %}{{ d.text }}\n{% endfor %}" + DEFAULT_TE
 
 @pytest.fixture(scope="module", params=["tokenizer_config.json", "files"])
 def several_templates(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in model with three templates: a default without tools, the original for tools, and one for RAG."""
+    """The built-in model with three templates: ``default`` (without tools), ``tool_use`` (the original) and ``rag``."""
     folder = shutil.copytree(demo.CHAT, tmp_path_factory.mktemp("named") / "model")
     original = (folder / "chat_template.jinja").read_text()
     if request.param == "files":

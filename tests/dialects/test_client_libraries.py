@@ -65,7 +65,7 @@ def test_llama_index_chats_calls_tools_and_embeds(servers: Servers, tmp_path: Pa
 
 def test_ai_sdk_generates_calls_tools_and_embeds(servers: Servers, tmp_path: Path) -> None:
     if shutil.which("npm") is None:
-        pytest.skip("needs npm")
+        pytest.skip("needs npm (Debian: apt install npm)")
     folder = BUILD / "ai_sdk"
     if not (folder / "complete").exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def test_ai_sdk_generates_calls_tools_and_embeds(servers: Servers, tmp_path: Pat
 
 
 def test_llm_chats_calls_tools_and_follows_schema(servers: Servers, tmp_path: Path) -> None:
-    """Simon Willison's program, with a model of its configuration file."""
+    """The program is Simon Willison's ``llm``, which reads the model from its configuration file."""
     model = {"model_id": "penstock", "model_name": "default", "api_base": f"{servers.get().root}/v1"}
     model |= {"api_key_name": "penstock", "supports_tools": True, "supports_schema": True}
     (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]))

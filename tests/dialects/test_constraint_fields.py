@@ -1,4 +1,4 @@
-"""Fields that constrain an answer: every dialect follows or rejects those of all dialects; none is ignored."""
+"""Request fields that constrain an answer: each dialect applies or rejects those of all dialects; none is ignored."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_constraint_is_followed_or_refused(servers: Servers, name: str, place: s
     key = "one" if name == "bladellm" else "Bearer one"
     ignored = []
     for field, value in FIELDS:
-        if name == "paddlenlp" and field == "text":  # PaddleNLP's prompt field
+        if name == "paddlenlp" and field == "text":  # ``text`` is PaddleNLP's prompt
             continue
         more = {place: body.get(place, {}) | {field: value}} if place else {field: value}
         answer = httpx.post(server.root + path, json=body | more, headers={"Authorization": key}, timeout=60)

@@ -34,7 +34,7 @@ def client(served: Served) -> openai.OpenAI:
 
 
 def texts(client: openai.OpenAI, conversation: str) -> list[tuple[str, str]]:
-    """Return role and text of a conversation's messages, the oldest first."""
+    """Return (role, text) of a conversation's messages, oldest first."""
     items: Any = client.conversations.items.list(conversation, order="asc", limit=3)
     return [(item.role, item.content[0].text) for item in items if item.type == "message"]
 
@@ -58,7 +58,7 @@ def test_responses_share_a_conversation(client: openai.OpenAI, mode: str) -> Non
 
     first = ask(CAPITAL)
     assert first.conversation and first.conversation.id == conversation.id
-    if mode == "background":  # the response is finished just before its items are stored
+    if mode == "background":  # the response is marked as completed just before its items are stored
         deadline = time.monotonic() + 30
         while len(texts(client, conversation.id)) < 2:
             assert time.monotonic() < deadline
@@ -93,7 +93,7 @@ def test_conversations_and_items_are_created_updated_and_deleted(client: openai.
     added = client.conversations.items.create(created.id, items=more)
     assert [item.type for item in added.data] == ["message", "function_call", "function_call_output"]
     assert (added.first_id, added.last_id) == (added.data[0].id, added.data[-1].id)
-    listed = list(client.conversations.items.list(created.id, limit=2))  # in pages, the newest first
+    listed = list(client.conversations.items.list(created.id, limit=2))  # pages of two, newest first
     assert [item.type for item in listed] == ["function_call_output", "function_call", "message", "message"]
     assert texts(client, created.id) == [("user", "One."), ("assistant", "Two.")]
     call: Any = client.conversations.items.retrieve(added.data[1].id or "", conversation_id=created.id)
@@ -108,7 +108,7 @@ def test_conversations_and_items_are_created_updated_and_deleted(client: openai.
         lambda: client.conversations.items.list(created.id),
         lambda: client.responses.create(**PLAIN, input="?", conversation=created.id),
     ):
-        with pytest.raises(openai.NotFoundError, match="there is no conversation"):
+        with pytest.raises(openai.NotFoundError, match="does not exist or has expired"):
             gone()
 
 
@@ -151,7 +151,7 @@ def test_invalid_conversation_requests_are_rejected(client: openai.OpenAI, serve
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             call()  # type: ignore[no-untyped-call]
-    with pytest.raises(openai.NotFoundError):  # a conversation of another key
+    with pytest.raises(openai.NotFoundError):  # the conversation belongs to another API key
         client_of(served, KEYS[1]).conversations.retrieve(conversation)
 
 

@@ -1,4 +1,4 @@
-"""All dialects on one server: equal answers, errors in the dialect's format, and no leaks when clients disconnect."""
+"""All dialects on one server: equal answers, errors in each dialect's format, and no leaks after disconnects."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def test_all_dialects_return_same_completion(served: Served) -> None:
     openai_choice = post(served, "/v1/completions", **greedy, return_token_ids=True)["choices"][0]
     prompt_ids, ids, text = openai_choice["prompt_token_ids"], openai_choice["token_ids"], openai_choice["text"]
     assert len(ids) == TOKENS and text
-    assert post(served, "/v1/completions", BARE, **greedy)["choices"][0]["text"] == text  # BladeLLM
-    assert post(served, "/generate", **greedy)["text"] == [PROMPT + text]  # vLLM
+    assert post(served, "/v1/completions", BARE, **greedy)["choices"][0]["text"] == text  # BladeLLM's dialect
+    assert post(served, "/generate", **greedy)["text"] == [PROMPT + text]  # vLLM's dialect
     native = {"max_dec_len": TOKENS, "temperature": 0}
-    assert post(served, "/v1/completions", **native, input_ids=prompt_ids)["result"] == text  # PaddleNLP
+    assert post(served, "/v1/completions", **native, input_ids=prompt_ids)["result"] == text  # PaddleNLP's dialect
     over_grpc = paddle_grpc(served, prompt_ids)
     assert (over_grpc["token"], over_grpc["token_ids"]) == (text, ids)
     triton_request = {"text_input": PROMPT, "max_tokens": TOKENS, "temperature": 0.0}
@@ -125,14 +125,14 @@ WRONG: dict[str, tuple[str, dict[str, str], dict[str, Any], str]] = {
     "Anthropic": ("/v1/messages", {}, {"max_tokens": 4, "messages": QUESTION, "top_p": 7}, "error.message"),
     "Responses": ("/v1/responses", {}, {"input": "x", "top_p": 7}, "error.message"),
 }
-"""By dialect: path, headers, invalid body, and path of the message in the error."""
+"""By dialect: path, headers, invalid body, and dotted path of the message in the error response."""
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_errors_have_format_of_dialect(served: Served, name: str) -> None:
+def test_error_has_format_of_dialect(served: Served, name: str) -> None:
     path, headers, body, where = WRONG[name]
     answer = httpx.post(served.root + path, json=body, headers=headers, timeout=60)
-    assert answer.status_code == (200 if name == "PaddleNLP" else 400)  # PaddleNLP's errors have status 200
+    assert answer.status_code == (200 if name == "PaddleNLP" else 400)  # PaddleNLP's errors have HTTP status 200
     message = answer.json()
     for key in filter(None, where.split(".")):
         message = message[key]

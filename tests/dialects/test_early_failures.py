@@ -1,4 +1,4 @@
-"""Failures before a request is parsed have the error format of the dialect of its path, headers or profile."""
+"""Requests that fail before their body is parsed: the path, headers or profile determine the format of the error."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ KEY = {"authorization": "Bearer key"}
 LIMIT = 20_000
 FLAGS = ("--num-gpu-blocks-override", "200", "--max-body-size", str(LIMIT), "--max-header-size", "4000")
 BY_BODY = ("/generate", "/tokenize")
-"""Paths whose dialect depends on the body: until it is read, errors have vLLM's format."""
+"""Paths shared by several dialects, distinguished by the body. Until the body is read, errors have vLLM's format."""
 WRONG = {"max_tokens": "many", "stream": "maybe", "messages": 5, "inputs": 5, "input": 5, "prompt": 5}
-"""A body that no dialect accepts."""
+"""Body that every dialect rejects."""
 
 
 class Case(NamedTuple):
-    """A request of a dialect with a wrong value, and a member that only this dialect's errors have."""
+    """Request of a dialect with a wrong value, and the path of a member that only this dialect's errors have."""
 
     path: str
     body: dict[str, Any]
@@ -61,7 +61,7 @@ def served() -> Iterator[Served]:
 
 
 def shape(document: Any) -> Any:
-    """Return the structure of an error: member names and kinds of values, without optional members."""
+    """Return the structure of an error document: its keys and types of values, without optional keys."""
     if isinstance(document, dict):
         return {key: shape(value) for key, value in document.items() if key not in ("param", "code", "created", "id")}
     return type(document).__name__ if isinstance(document, str) else "value"
@@ -76,7 +76,7 @@ def has(document: Any, member: str) -> bool:
 
 
 def raw(served: Served, path: str, *lines: str, body: str = "") -> httpx.Response:
-    """Send a malformed POST request that no client library sends."""
+    """Send a malformed POST request, which HTTP client libraries would refuse to send."""
     host, _, port = served.root.rpartition("/")[2].partition(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall("\r\n".join([f"POST {path} HTTP/1.1", *lines, "connection: close", "", body]).encode())
@@ -88,7 +88,7 @@ def raw(served: Served, path: str, *lines: str, body: str = "") -> httpx.Respons
 
 
 def early_failures(served: Served, client: httpx.Client, path: str, key: dict[str, str]) -> dict[str, httpx.Response]:
-    """Return the answers to requests that fail before their body is parsed, by kind of failure."""
+    """Return the responses to requests that fail before their body is parsed, by kind of failure."""
     line = [f"{name}: {value}" for name, value in key.items()]
     failures = {
         "wrong method": client.put(path, json={}, headers=key),
@@ -106,7 +106,7 @@ def early_failures(served: Served, client: httpx.Client, path: str, key: dict[st
 
 
 def test_early_failures_of_each_route_have_its_error_format(served: Served) -> None:
-    """The format is that of an error found in the body."""
+    """The expected format is that of an error found after the body was parsed."""
     compared = 0
     with httpx.Client(base_url=served.root, timeout=60) as client:
         paths = client.get("/openapi.json", headers=KEY).json()["paths"]
@@ -116,7 +116,7 @@ def test_early_failures_of_each_route_have_its_error_format(served: Served) -> N
                 continue
             for name, answer in early_failures(served, client, path, KEY).items():
                 if path.endswith(("register", "unregister", "/logging", "/setting")) and answer.status_code == 200:
-                    continue  # the body is not read
+                    continue  # these routes answer without reading the body
                 assert answer.status_code >= 400, (path, name)
                 assert shape(answer.json()) == shape(late.json()), (path, name, answer.text, late.text)
                 compared += 1
@@ -125,7 +125,7 @@ def test_early_failures_of_each_route_have_its_error_format(served: Served) -> N
 
 @pytest.mark.parametrize("name", CASES)
 def test_errors_have_distinguishing_member_of_dialect(served: Served, name: str) -> None:
-    """Checks the members by which these tests distinguish dialects."""
+    """Each dialect's errors have the member by which these tests recognize the dialect."""
     case = CASES[name]
     answer = httpx.post(served.root + case.path, json=case.body, headers={**KEY, **case.headers})
     assert has(answer.json(), case.member), answer.text
@@ -141,11 +141,11 @@ def test_early_failures_have_error_format_of_profile(profile: str) -> None:
             for name, answer in early_failures(server, client, case.path, {}).items():
                 assert shape(answer.json()) == shape(late.json()), (name, answer.text)
             refused = client.post("/v1/messages", content=b"{")
-            assert has(refused.json(), CASES["anthropic"].member), "other paths keep their dialect"
+            assert has(refused.json(), CASES["anthropic"].member), "other paths must keep their format"
 
 
 def test_errors_after_engine_death_have_format_of_dialect() -> None:
-    """The body limit is not set, because its default depends on the engine."""
+    """``--max-body-size`` is not set: its default is computed from the engine's context length."""
     with Served("--num-gpu-blocks-override", "200") as server, httpx.Client(base_url=server.root, timeout=60) as client:
         good = {
             "paddlenlp": {"text": "a", "max_dec_len": 1},
@@ -176,4 +176,4 @@ def test_errors_after_engine_death_have_format_of_dialect() -> None:
                 time.sleep(0.05)
             if failed == good.keys():
                 break
-        assert failed, "the engine was never seen dead"
+        assert failed, "no response was sent after the engine's death"

@@ -1,4 +1,4 @@
-"""FastDeploy's parameters: each takes effect, is ignored with a reason in the log, or is rejected by name."""
+"""FastDeploy's parameters: each sets an option, is ignored with a reason in the log, or is rejected by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESSAGES = [{"role": "user", "content": "What is the capital of Canada?"}]
 
 
 def configured(*flags: str) -> dict[str, Any]:
-    """Settings of ``penstock config``, and its log as ``stderr``."""
+    """Return the settings printed by ``penstock config``, and its log as ``stderr``."""
     found = run_in_process(main, "config", "--json", "--compat", "fastdeploy", *flags)
     assert found.returncode == 0, found
     return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"stderr": found.stderr}
@@ -42,13 +42,13 @@ def test_server_with_fastdeploy_ports_answers(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="logprobs: is disabled on this server"):
             next(iter(client.completions.create(model="default", prompt="x", logprobs=1, stream=True)))
         best = client.completions.create(model="default", prompt="x", n=1, extra_body={"best_of": 2})
-        assert len(best.choices) == 1, "best_of needs log probabilities only internally"
+        assert len(best.choices) == 1, "best_of must be allowed although logprobs are disabled"
         for name in ("cache_queue_port", "enable_mm"):
             assert any(f"--{name} is ignored" in line for line in served.lines), name
         assert f"--{name} is ignored" in (tmp_path / "log").read_text()
 
 
-def test_defaults_are_fastdeploys() -> None:
+def test_defaults_equal_fastdeploy_defaults() -> None:
     found = configured()
     expected = {
         "port": 8000,
@@ -166,8 +166,8 @@ def test_prefill_and_decode_instances_are_configured_by_ports() -> None:
 
 
 @pytest.mark.row("fastdeploy", "python -m fastdeploy.router.launch")
-def test_decode_instance_works_with_prefill_instance_on_same_machine(tmp_path: Path) -> None:
-    """The instances are started as in FastDeploy's documentation; clients send requests to the decode instance."""
+def test_prefill_and_decode_instances_on_same_machine_answer(tmp_path: Path) -> None:
+    """Both instances are started as in FastDeploy's documentation. Clients may send requests to either instance."""
     environment = {"XDG_CONFIG_HOME": str(tmp_path)}
     (port,) = free_ports(1)
     common = ("--compat", "fastdeploy", "--metrics-port", "0", "--num-gpu-blocks-override", "172")
@@ -274,7 +274,7 @@ def test_llm_takes_parameters_of_server(caplog: pytest.LogCaptureFixture) -> Non
     sampling = SamplingParams(temperature=0, guided_decoding=GuidedDecodingParams(json=schema))
     assert llm.chat(MESSAGES, sampling, use_tqdm=False)[0].outputs[0].text == '{"a":1}'
     refusals: list[tuple[dict[str, Any], str]] = [
-        ({"splitwise_role": "decode"}, "role: LLM computes both prompts and outputs, so it must be mixed"),
+        ({"splitwise_role": "decode"}, "role: is decode, but LLM computes prompts and outputs"),
         ({"max_num_sequences": 1}, "max_num_sequences: no such option; did you mean max_num_seqs"),
         ({"max_num_seqs": 0}, "max_num_seqs: Expected `int` >= 1"),
         ({"quantization": "block_wise_fp8"}, "quantization: .* is wrong: it is not one of"),
@@ -291,7 +291,7 @@ def test_llm_takes_parameters_of_server(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_llm_results_have_fastdeploy_attributes() -> None:
-    """Attributes of ``RequestOutput``, ``CompletionOutput`` and ``RequestMetrics`` in FastDeploy's documentation."""
+    """FastDeploy documents the attributes of ``RequestOutput``, ``CompletionOutput`` and ``RequestMetrics``."""
     llm = LLM(compat="fastdeploy", num_gpu_blocks_override=64)
     sampling = SamplingParams(temperature=0, max_tokens=40)
     (output,) = llm.chat(MESSAGES, sampling, use_tqdm=False)
@@ -299,7 +299,7 @@ def test_llm_results_have_fastdeploy_attributes() -> None:
     assert (found.text, found.reasoning_content, found.tool_calls) == ("The capital of Canada is Ottawa.", None, None)
     assert (found.index, found.send_idx, found.completion_tokens) == (0, 0, found.text)
     assert found.token_ids == output.outputs[0].token_ids and found.logprobs is None, (
-        "outputs works as one sequence and as a list"
+        "outputs must be usable as one sequence and as a list"
     )
     untyped_output: Any = output
     assert (untyped_output.error_code, untyped_output.error_msg, output.finished, output.num_cached_tokens) == (

@@ -1,4 +1,4 @@
-"""Fields of FastDeploy's answers: whole answers have all fields (null if unset), chunks only those that are set."""
+"""Fields of FastDeploy's answers. Whole answers have all fields (null if unset); stream chunks have only set fields."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WHOLE = {
     "completions": f"index text {IDS} arrival_time logprobs draft_logprobs prompt_logprobs reasoning_content"
     " finish_reason tool_calls speculate_metrics",
 }
-"""Fields of a choice of a whole answer."""
+"""Fields of a choice in a whole answer."""
 CHUNK = {
     "chat/completions": "index delta logprobs draft_logprobs arrival_time speculate_metrics",
     "completions": "index text prompt_token_ids completion_token_ids tool_calls completion_tokens reasoning_content"
     " arrival_time logprobs prompt_logprobs draft_logprobs speculate_metrics",
 }
-"""Fields of a choice in a chunk, without ``finish_reason``, which only the last chunk has."""
+"""Fields of a choice in a stream chunk. Only the last chunk also has ``finish_reason``."""
 FIRST_DELTA = "role content reasoning_content tool_calls prompt_token_ids completion_token_ids"
 DELTA = "content reasoning_content tool_calls prompt_token_ids completion_token_ids completion_tokens"
 FIRST_COMPLETION = "index text prompt_token_ids prompt_logprobs prompt_tokens completion_token_ids"

@@ -1,4 +1,4 @@
-"""Errors about a value from another system's flag or environment variable name this flag or variable."""
+"""Errors about an option set by another system's flag or environment variable: they name that flag or variable."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock.core import PenstockError
 from penstock.core.errors import invalid
 
 WRONG = ("many", "-7", "1e30", "2.5", "")
-"""Invalid values of numbers, choices and switches."""
+"""Invalid values for numbers, choices and switches."""
 
 
 def renamed(profile: Profile) -> list[tuple[str, str, str]]:
-    """Return (setting, flag or "", variable or "") of the profile's names that differ from the setting's name."""
+    """Return (setting, flag or "", variable or "") for each flag and variable that the profile renames."""
     result = [(alias.to, name, "") for name, alias in profile.flags.items() if alias.to not in ("", name)]
     return result + [(alias.to, "", name) for name, alias in profile.variables.items() if alias.to]
 

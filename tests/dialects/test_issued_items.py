@@ -1,4 +1,4 @@
-"""Answers of the server are accepted in later requests: as history in each dialect, and as references to items."""
+"""Output of the server as input of later requests: as history in each dialect, and as references to stored items."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWER = (
     '<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"text": "down"}<|call|>'
 )
 PARTS = ("First I look.", "Then down.", '"up"', '"down"', RESULT)
-"""Parts of the answer and the tool result that the next prompt must contain."""
+"""Parts of the answer, and the tool result: the next prompt must contain all of them."""
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.reasoning_content }}|{{ message.content }}"
     "{% for call in message.tool_calls or [] %}<{{ call.function | tojson }}>{% endfor %}{% endfor %}"
@@ -113,7 +113,7 @@ def stored(folder: Path) -> Any:
 
 @pytest.mark.row("responses", "item_reference", "output")
 def test_item_references_equal_full_items(tmp_path: Path) -> None:
-    """Items of responses, of their input and of conversations are referenced."""
+    """References to input, output and conversation items are replaced by the referenced items."""
 
     async def check() -> None:
         async with stored(tmp_path / "storage") as server:
@@ -131,7 +131,7 @@ def test_item_references_equal_full_items(tmp_path: Path) -> None:
                 assert server.prompt == expected
             await create(input=[{"role": "user", "content": "Go on."}], previous_response_id=second.id, **RESPONSES)
             assert QUESTION in server.prompt and "First I look." in server.prompt, (
-                "references are stored as the items they refer to"
+                "the stored input must contain the referenced items"
             )
             counted = await server.openai.with_options(api_key=KEYS[0]).responses.input_tokens.count(
                 input=[{"type": "item_reference", "id": ids[-1]}], model="default"
@@ -155,7 +155,7 @@ def test_item_references_equal_full_items(tmp_path: Path) -> None:
 
 
 def test_referenced_items_count_towards_body_limit(tmp_path: Path) -> None:
-    """The limit holds for the sum of the body and all stored items that a request names."""
+    """The limit applies to the body plus all stored items that the request references."""
     limits = ServerOptions(storage_dir=str(tmp_path / "kept"), api_key=KEYS, max_body_size=100_000)
 
     async def check() -> None:
@@ -193,7 +193,7 @@ def test_referenced_items_count_towards_body_limit(tmp_path: Path) -> None:
 
 
 def test_only_reasoning_references_are_accepted_without_storage() -> None:
-    """References to reasoning are ignored: AI SDK sends them in each step of a tool loop. Others are rejected."""
+    """Only references to reasoning items are ignored: AI SDK sends them in each step of a tool loop."""
 
     async def check() -> None:
         async with scripted_server(chat_template=TEMPLATE) as server:

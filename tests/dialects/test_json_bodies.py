@@ -1,4 +1,4 @@
-"""JSON bodies and batch files with a byte order mark are read; half of a surrogate pair is rejected."""
+"""JSON bodies and batch files: a byte order mark is skipped; a lone surrogate is rejected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HALVES = {
     r'{"FIELD": "a \udc00"}': r"byte \d+",
     r'{"FIELD": "\ud83d\ud83d and more of it"}': r"byte \d+",
 }
-"""Bodies with half of a surrogate pair, and the position that the error names."""
+"""Bodies with a lone surrogate, and the position in the error message."""
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ PROMPT = "Once upon a time"
 
 
 class UserData:
-    """Queue of received answers."""
+    """Queue of results and errors received by a client's callback."""
 
     def __init__(self) -> None:
         self.completed: queue.Queue[Any] = queue.Queue()
@@ -56,13 +56,13 @@ def client(served: Served) -> Iterator[triton.InferenceServerClient]:
 
 
 def completion(served: Served, **fields: Any) -> Any:
-    """Return the choice of OpenAI's completions endpoint."""
+    """Return the only choice of OpenAI's completions endpoint."""
     body = {"prompt": PROMPT, "temperature": 0, "return_token_ids": True} | fields
     return httpx.post(f"{served.url}/completions", json=body, timeout=60).json()["choices"][0]
 
 
 def received(user_data: UserData) -> Iterator[Any]:
-    """Yield the received answers; call it after the stream is closed."""
+    """Yield all results received so far. Call it after the stream is closed."""
     while not user_data.completed.empty():
         yield user_data.completed.get(block=False)
 
@@ -118,7 +118,7 @@ def prepare_inputs(ids: list[int], tokens: int, streaming: bool, **more: np.ndar
 
 @pytest.mark.row("triton", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
 def test_perf_metrics_and_token_counts_are_returned(served: Served, client: triton.InferenceServerClient) -> None:
-    """``--return-perf-metrics``, run twice: the second run reuses the prompt's full block from the prefix cache."""
+    """``--return-perf-metrics``: the request is sent twice, and the second one reuses a block of the prefix cache."""
     requested = ("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
     inputs = prepare_inputs(
         [*range(100, 200)], 40, False, **{name: np.array([[True]]) for name in requested}, **endless()
@@ -131,24 +131,24 @@ def test_perf_metrics_and_token_counts_are_returned(served: Served, client: trit
     for new, reused, total in (
         (2, 0, 3),
         (1, 1, 2),
-    ):  # 100 prompt tokens and 39 of the 40 output tokens, in blocks of 64
+    ):  # 100 prompt tokens and 39 of the 40 output tokens, in blocks of 64 tokens
         begun = time.monotonic_ns()
         result = client.infer("tensorrt_llm", inputs, outputs=outputs)
         ended = time.monotonic_ns()
         assert [result.as_numpy(name).tolist() for name in names[:3]] == [[[new]], [[reused]], [[total]]]
         times = [int(result.as_numpy(name)[0][0]) for name in names[3:7]]
-        assert [begun, *times, ended] == sorted([begun, *times, ended]), "times are of the machine's monotonic clock"
+        assert [begun, *times, ended] == sorted([begun, *times, ended]), "times must be readings of the monotonic clock"
         drafts = [result.as_numpy(name).tolist() for name in names[7:]]
-        assert drafts == [[[0.0]], [[0]], [[0]]], "there is no speculation"
+        assert drafts == [[[0.0]], [[0]], [[0]]], "without speculation, no draft may be counted"
         assert result.as_numpy("num_input_tokens").tolist() == [[100]]
-        assert result.as_numpy("num_output_tokens").tolist() == [[140]], "output_ids contain the prompt"
+        assert result.as_numpy("num_output_tokens").tolist() == [[140]], "output_ids must contain the prompt"
     assert client.infer("tensorrt_llm", inputs[:-4]).as_numpy("arrival_time_ns") is None
 
 
 @pytest.mark.row("triton", "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
 @pytest.mark.row("triton", "decoder_input_ids", "decoder_input_lengths", "min_tokens", "seed")
 def test_lookahead_and_decoder_inputs_are_ignored(served: Served, client: triton.InferenceServerClient) -> None:
-    """``--lookahead-config``, ``--decoder-input-tokens-csv``, and the new input names ``min_tokens`` and ``seed``."""
+    """Inputs of ``--lookahead-config`` and ``--decoder-input-tokens-csv``, and the newer ``min_tokens``, ``seed``."""
     plain = prepare_inputs([5, 6, 7], 6, False)
     ahead = {f"lookahead_{name}": [[7]] for name in ("window_size", "ngram_size", "verification_set_size")}
     ahead |= {"decoder_input_ids": [[3, 4]], "decoder_input_lengths": [[2]], "min_tokens": [[2]]}
@@ -165,7 +165,7 @@ def test_lookahead_and_decoder_inputs_are_ignored(served: Served, client: triton
 def test_chained_models_return_text_and_scores_of_ensemble(
     served: Served, client: triton.InferenceServerClient
 ) -> None:
-    """``test_functionality_ifb``: the chained models against ensemble and tensorrt_llm_bls."""
+    """As in ``test_functionality_ifb``, the chained models are compared with ensemble and tensorrt_llm_bls."""
     text, tokens = np.array([[PROMPT]]).astype(object), np.array([[16]], dtype=np.int32)
     none = np.array([[""]], dtype=object)
     before = client.infer(
@@ -219,7 +219,7 @@ def test_chained_models_return_text_and_scores_of_ensemble(
 def test_chained_models_of_0_10_pass_scores_through_postprocessing(
     client: triton.InferenceServerClient, requested: tuple[str, ...]
 ) -> None:
-    """``test_functionality`` of TensorRT-LLM 0.10 reads all scores from ``postprocessing``."""
+    """As in ``test_functionality`` of TensorRT-LLM 0.10, all scores are read from ``postprocessing``."""
     text, tokens = np.array([[PROMPT]]).astype(object), np.array([[16]], dtype=np.int32)
     flags = [prepare_tensor(f"return_{name}", np.array([[True]])) for name in requested]
     query = [prepare_tensor("QUERY", text), prepare_tensor("REQUEST_OUTPUT_LEN", tokens)]
@@ -302,8 +302,8 @@ VERSIONS = {
         ),
     },
 }
-"""By version and model, input and output tensors in ``config.pbtxt``, without those of adapters, drafts and embeddings.
-The newer version lists only its additions."""
+"""Input and output tensors in ``config.pbtxt`` by TensorRT-LLM version and model, without the tensors of adapters,
+drafts and embeddings. The newer version lists only the tensors that it adds."""
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_token_ids_equal_openai_completion(
 
 @pytest.mark.row("triton", "stop")
 def test_stop_request_ends_stream(served: Served, client: triton.InferenceServerClient) -> None:
-    """A stop request with the same id ends the answers; the last one is marked as final."""
+    """A stop request with the id of a running request ends its stream; the last response is marked as final."""
     ids = completion(served, max_tokens=1)["prompt_token_ids"]
     user_data, last = UserData(), "triton_final_response"
     client.start_stream(callback=partial(callback, user_data))
@@ -412,17 +412,17 @@ def test_stop_request_ends_stream(served: Served, client: triton.InferenceServer
     ends = [answer.get_response().parameters[last].bool_param for answer in by_id["11"]]
     assert ends == [False] * (len(ends) - 1) + [True]
     num_tokens = {name: sum(int(a.as_numpy("sequence_length")[0][0]) for a in of_id) for name, of_id in by_id.items()}
-    assert num_tokens["11"] < 1900 and num_tokens["12"] == 40, "other requests continue"
+    assert num_tokens["11"] < 1900 and num_tokens["12"] == 40, "the other request must continue"
 
 
 def test_stop_request_ends_unary_call(served: Served, client: triton.InferenceServerClient) -> None:
-    """Both calls are on one connection: the stopped call returns its tokens so far, the stop request none."""
+    """Both calls use one connection. The stopped call returns its tokens so far; the stop call returns no tokens."""
     ids = completion(served, max_tokens=1)["prompt_token_ids"]
     user_data = UserData()
     ask: Callable[..., Any] = partial(client.async_infer, "tensorrt_llm", callback=partial(callback, user_data))
     ask(inputs=prepare_inputs(ids, 1900, False, **endless()), request_id="21")
     wait_until_running(served)
-    completion(served, max_tokens=12)  # wait a few steps, so that the request has output tokens
+    completion(served, max_tokens=12)  # by the end of this request, request 21 has output tokens
     ask(inputs=prepare_stop_signals(), request_id="21")
     answers = [user_data.completed.get(timeout=60) for _ in range(2)]
     lengths = [int(found[0][0]) for a in answers if (found := a.as_numpy("sequence_length")) is not None]
@@ -445,7 +445,7 @@ def test_cancelled_call_frees_request(served: Served, client: triton.InferenceSe
 
 
 def test_stop_without_matching_request_has_no_effect(served: Served, client: triton.InferenceServerClient) -> None:
-    """The request to stop has ended, belongs to another client, or has no id."""
+    """The stop request names an ended request, a request of another client, or none."""
     assert client.infer("tensorrt_llm", prepare_stop_signals(), request_id="41").get_response().id == "41"
     with pytest.raises(InferenceServerException, match="id: stop requires gRPC"):
         client.infer("tensorrt_llm", prepare_stop_signals())
@@ -461,7 +461,7 @@ def test_stop_without_matching_request_has_no_effect(served: Served, client: tri
         callback=partial(callback, user_data),
     )
     wait_until_running(served)
-    separate = [("grpc.use_local_subchannel_pool", 1)]  # a separate connection
+    separate = [("grpc.use_local_subchannel_pool", 1)]  # open a separate connection
     with triton.InferenceServerClient(served.find(r"gRPC at (\S+)")[1], channel_args=separate) as other:
         other.infer("tensorrt_llm", prepare_stop_signals(), request_id="51")
     assert user_data.completed.get(timeout=60).as_numpy("sequence_length")[0][0] == len(ids) + 1900
@@ -481,7 +481,7 @@ def test_beam_width_is_limited_by_max_beam_width(served: Served, client: triton.
 def test_streamed_beams_arrive_in_one_answer(
     served: Served, client: triton.InferenceServerClient, streaming: bool
 ) -> None:
-    """``-b 2``: the stream's single answer has all beams."""
+    """The client script's ``-b 2``: one response of the stream has all beams."""
     ids = completion(served, max_tokens=1)["prompt_token_ids"]
     inputs = prepare_inputs(ids, 5, streaming)
     inputs[3] = prepare_tensor("beam_width", np.array([[2]], dtype=np.int32))
@@ -503,12 +503,12 @@ def test_served_model_name_is_not_a_triton_model(client: triton.InferenceServerC
 
 
 def wait_until_running(served: Served) -> None:
-    """Wait until a request is open."""
+    """Wait until a request is open on the server."""
     _until(served, lambda value: value > 0)
 
 
 def wait_until_idle(served: Served) -> None:
-    """Wait until no request is open."""
+    """Wait until no request is open on the server."""
     _until(served, lambda value: value == 0)
 
 

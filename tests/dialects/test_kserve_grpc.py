@@ -26,7 +26,7 @@ from tritonclient.utils import InferenceServerException
 
 PROMPT = "Once upon a time"
 REGION = f"/penstock_test_grpc_{os.getpid()}"
-"""Name of a shared memory object, unique to this run of the tests."""
+"""Name of the POSIX shared memory object, unique per test process."""
 MODELS = ["ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing", "model"]
 KINDS = {"int32": "INT32", "float32": "FP32", "uint64": "UINT64", "bool": "BOOL"}
 
@@ -90,7 +90,7 @@ def test_server_and_model_metadata_are_reported(client: triton.InferenceServerCl
 
 
 def test_settings_and_shared_memory_are_shared_by_all_api_processes(served: Served) -> None:
-    """16 connections reach both processes: changes through one are visible to the others."""
+    """The 16 connections are spread over both API processes. A change through one is visible through all."""
     with contextlib.ExitStack() as stack:
         clients = []
         for i in range(16):
@@ -115,7 +115,7 @@ def test_settings_and_shared_memory_are_shared_by_all_api_processes(served: Serv
         assert {other.get_model_config("ensemble").config.max_batch_size for other in others} == {4}
         first.load_model("ensemble")
 
-        first.unregister_system_shared_memory()  # the first call of simple_grpc_shm_client.py
+        first.unregister_system_shared_memory()  # the first two calls of simple_grpc_shm_client.py
         first.unregister_cuda_shared_memory()
         region = shm.create_shared_memory_region("data", REGION, 4096)
         stack.callback(shm.destroy_shared_memory_region, region)
@@ -192,7 +192,7 @@ def test_stream_chunks_add_up_to_whole_answer(served: Served, empty_last: bool) 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_rows_and_sequences_are_answered_separately(served: Served, stream: bool) -> None:
-    """Answers are assembled as in TensorRT-LLM's end_to_end_grpc_client.py."""
+    """The client assembles the texts as TensorRT-LLM's end_to_end_grpc_client.py does."""
     texts = [PROMPT, "What is the capital of France?"]
     inputs = [tensor("text_input", [[text.encode()] for text in texts])]
     same = {"max_tokens": (12, np.int32), "num_return_sequences": (3, np.int32), "stream": (stream, np.bool_)}
@@ -202,7 +202,7 @@ def test_rows_and_sequences_are_answered_separately(served: Served, stream: bool
     with triton.InferenceServerClient(address(served)) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer("ensemble", inputs)
-        client.stop_stream()  # returns after the server has answered
+        client.stop_stream()  # the call returns after the server has sent all responses
     found = [[""] * 3 for _ in texts]
     while not answers.empty():
         result, error = answers.get()
@@ -276,7 +276,7 @@ def test_disconnect_or_deadline_cancels_requests(served: Served) -> None:
         client.stop_stream(cancel_requests=True)
         served.find(r"gRPC ModelStreamInfer 'ensemble' .*error=cancelled", after=seen)
         with pytest.raises(InferenceServerException, match="Deadline"):
-            # one second suffices for the request to reach the server, but not to be answered
+            # one second is enough for the request to arrive, but not to be completed
             inputs = text_inputs(PROMPT, 1500, end_id=(-1, np.int32), num_return_sequences=(16, np.int32))
             client.infer("ensemble", inputs, client_timeout=1)
     served.find(r"gRPC ModelInfer 'ensemble' .*error=cancelled", after=seen)
@@ -304,18 +304,18 @@ def test_api_key_is_required_and_shutdown_drains_stream(served: Served, tmp_path
         assert answers.get(timeout=60)[1] is None
         other.terminate()
         last = False
-        while not last:  # the open request is completed
+        while not last:  # the server completes the open request before it exits
             result, error = answers.get(timeout=60)
             assert error is None, error
             last = result.get_response().parameters["triton_final_response"].bool_param
         assert other.ended() == 0
-    socket.create_server(("127.0.0.1", int(port))).close()  # the port is free again
+    socket.create_server(("127.0.0.1", int(port))).close()  # succeeds only if the port is free again
 
 
 def test_ignored_parameters_are_reported_in_trailing_metadata(
     served: Served, client: triton.InferenceServerClient
 ) -> None:
-    """The trailing metadata is that of HTTP's header, once for all requests of a stream."""
+    """``x-penstock-ignored`` has the value of the HTTP header; a stream sends it once, for all its requests."""
     request = pb.ModelInferRequest(model_name="ensemble")
     request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"A")
     request.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1]).contents.int_contents.append(1)
@@ -342,8 +342,8 @@ def test_ignored_parameters_are_reported_in_trailing_metadata(
 
 
 def test_probes_are_answered_while_request_memory_is_exhausted(served: Served) -> None:
-    """Calls without a message reserve all memory of one client; the small requests of other methods than ``ModelInfer``
-    need no reservation."""
+    """200 open calls without a message reserve all request memory of a client. Only ``ModelInfer`` needs such a
+    reservation."""
 
     async def run() -> None:
         async with grpc.aio.insecure_channel(address(served)) as channel:
@@ -360,7 +360,7 @@ def test_probes_are_answered_while_request_memory_is_exhausted(served: Served) -
             for call_in_progress in waiting:
                 call_in_progress.cancel()
             status = grpc.StatusCode.RESOURCE_EXHAUSTED
-            while status is grpc.StatusCode.RESOURCE_EXHAUSTED:  # until the server has noticed the cancellations
+            while status is grpc.StatusCode.RESOURCE_EXHAUSTED:  # until the server has processed the cancellations
                 with pytest.raises(grpc.RpcError) as refused:
                     await channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(b"\xff\xff", timeout=40)
                 status = refused.value.code()
@@ -370,7 +370,7 @@ def test_probes_are_answered_while_request_memory_is_exhausted(served: Served) -
 
 
 def test_malformed_message_is_rejected_and_logged(served: Served) -> None:
-    """The call gets a status, and the log a line, as for all rejected requests."""
+    """The call ends with an error status, and the log gets a line for the rejected request."""
     seen = len(served.lines)
     with grpc.insecure_channel(address(served)) as channel:
         for method in ("ModelInfer", "ServerMetadata"):

@@ -1,4 +1,4 @@
-"""``context_logits`` and ``generation_logits`` of TensorRT-LLM's protocol against transformers' logits."""
+"""``context_logits`` and ``generation_logits`` of TensorRT-LLM's protocol, compared with transformers' logits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from penstock import demo
 
 TEXTS = ["Once upon a time", "What is the capital of France? It is"]
 MAX_LOGITS_SIZE = 2**21
-"""Maximum number of bytes of logits in an answer: about 146 tokens of the built-in model."""
+"""Maximum number of bytes of logits in a response: about 146 tokens of the built-in model."""
 ALL = {"return_context_logits": (True, np.bool_), "return_generation_logits": (True, np.bool_)}
 SAMPLED = {"temperature": (0.8, np.float32), "top_p": (0.9, np.float32), "random_seed": (3, np.uint64)}
 PENALIZED = {"repetition_penalty": (1.3, np.float32)}
-"""A logits processor: the returned logits are those before any processor."""
+"""Input that enables a logits processor. Returned logits are computed before all logits processors."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def tensors(client_module: Any, arrays: dict[str, np.ndarray]) -> list[Any]:
 
 @torch.inference_mode()
 def logits_of(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
-    """Return transformers' logits, [tokens, vocabulary]."""
+    """Return transformers' logits of token ids, ``[tokens, vocabulary]``."""
     logits: np.ndarray = model(torch.tensor([ids])).logits[0].numpy()
     return logits
 
@@ -103,7 +103,7 @@ def test_logits_equal_transformers(served: Served, model: PreTrainedModel, token
 
 
 def test_logits_are_identical_in_every_transport_and_batch(served: Served) -> None:
-    """Transports are HTTP with binary tensors, JSON and streaming gRPC; the request runs alone and in a batch."""
+    """The request is sent over HTTP (binary tensors and JSON) and streaming gRPC, alone and in a batch."""
     alone = infer(served, TEXTS[:1], 6, **ALL)
     context, generated = alone.as_numpy("context_logits"), alone.as_numpy("generation_logits")
     together = infer(served, TEXTS * 2, 6, **ALL)
@@ -133,7 +133,7 @@ def test_logits_are_identical_in_every_transport_and_batch(served: Served) -> No
 
 
 def test_unrequested_scores_are_zero(served: Served) -> None:
-    """``end_to_end_test.py`` of TensorRT-LLM 0.10 always reads all scores."""
+    """``end_to_end_test.py`` of TensorRT-LLM 0.10 reads all scores, also those it has not requested."""
     dummies = {"cum_log_probs": (2, 1), "output_log_probs": (2, 1, 1)}
     dummies |= {"context_logits": (2, 1, 1), "generation_logits": (2, 1, 1, 1)}
     for requested in ({}, dict([*ALL.items()][:1])):

@@ -1,4 +1,4 @@
-"""Conversion of JSON values of another type, as in each dialect's original server; pydantic is the reference."""
+"""Type conversion of JSON values, as in each dialect's original server. The reference is pydantic."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SCHEMAS = [*REQUESTS, MessagesRequest, ResponsesRequest, PaddleNLPRequest]
 
 
 def scalar_fields(schema: type[RequestBody]) -> Iterator[tuple[str, inspect.Type]]:
-    """Yield name and type of the supported fields that are a number or a boolean, possibly null."""
+    """Yield (name, type) of each supported field with a number or boolean as its type, also if it can be null."""
     for field in inspect.type_info(schema).fields:  # type: ignore[attr-defined]
         if field.encode_name in schema.reading.unsupported:
             continue
@@ -59,7 +59,7 @@ def scalar_fields(schema: type[RequestBody]) -> Iterator[tuple[str, inspect.Type
 
 
 def by_pydantic(kind: inspect.Type, value: Any) -> Any:
-    """Return pydantic's value of the field, or ``...`` if pydantic rejects it or it is out of the field's bounds."""
+    """Return the value that pydantic converts to, or ``...`` if pydantic or the field's bounds reject it."""
     plain = {inspect.IntType: int, inspect.FloatType: float, inspect.BoolType: bool}[type(kind)]
     try:
         result = pydantic.TypeAdapter(plain).validate_json(json.dumps(value))
@@ -76,7 +76,7 @@ def by_pydantic(kind: inspect.Type, value: Any) -> Any:
 
 
 def by_penstock(schema: type[RequestBody], name: str, value: Any, lax: Any) -> Any:
-    """Return Penstock's value of the field, or ``...`` if it is rejected. Checks that the error names the field."""
+    """Return the value that Penstock converts to, or ``...`` if it is rejected by an error that names the field."""
     required = {field.encode_name for field in msgspec.structs.fields(schema) if field.required}
     body = {key: REQUIRED[key] for key in required} | {name: value}
     try:
@@ -92,14 +92,14 @@ def test_scalars_are_converted_as_by_pydantic(schema: type[RequestBody]) -> None
         for value in VALUES:
             expected = by_pydantic(kind, value)
             if len(str(value)) > 64:
-                expected = ...  # longer than any field accepts
+                expected = ...  # every field rejects values of more than 64 characters
             found = by_penstock(schema, name, value, "pydantic")
             assert (found, type(found)) == (expected, type(expected)), (name, value)
 
 
 @pytest.mark.parametrize("schema", [*REQUESTS, LlamaRequest], ids=lambda schema: schema.__name__)
 def test_strict_dialects_convert_only_between_numbers(schema: type[RequestBody]) -> None:
-    """Values are not converted at all, or only between integers and floats."""
+    """With ``lax=""`` nothing is converted, with ``lax="numbers"`` only integers to floats and back."""
     for name, kind in scalar_fields(schema):
         for value in ("1", "1.0", "true", " 1 "):
             assert by_penstock(schema, name, value, "") is ... and by_penstock(schema, name, value, "numbers") is ...

@@ -1,4 +1,4 @@
-"""The API of llama.cpp's server, tested with the documented HTTP requests, because it has no client library."""
+"""The API of llama.cpp's server. There is no client library: the tests send the documented HTTP requests."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_invalid_fields_are_rejected_by_name(served: Served) -> None:
             {"prompt": ["a", 1] * 90_000},
             "exceed_context_size_error",
             "has 9",
-        ),  # encoding stops at the maximum length
+        ),  # the encoder stops at the maximum length, so the reported length is smaller
         ({"prompt": "x", "logit_bias": [["a", 1]] * 60_000}, "invalid_request_error", "at most 1024 entries"),
         ({"prompt": [1] * 5000}, "exceed_context_size_error", "5000"),
     ):

@@ -1,4 +1,4 @@
-"""The example dialect of docs/architecture/dialects.md in a server: answers, streams, errors, OpenAPI document."""
+"""The example dialect of docs/architecture/dialects.md, run in a server: answers, streams, errors, OpenAPI document."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def metrics_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def acme(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add the page's dialect after another one."""
+    """Register the page's dialect after Cohere's."""
     (code,) = [text for language, text in blocks(DOCS / "architecture/dialects.md") if language == "python"]
     namespace: dict[str, Any] = {"__name__": "acme"}
     exec(compile(code, "dialects.md", "exec", dont_inherit=True), namespace)
@@ -45,7 +45,7 @@ def run(check: Callable[[ScriptedServer], Any]) -> None:
     asyncio.run(main())
 
 
-def test_page_dialect_answers_and_streams() -> None:
+def test_page_dialect_returns_answer_and_stream() -> None:
     async def check(server: ScriptedServer) -> None:
         server.say("Otta", "wa.")
         answer = await server.http.post(PATH, json={"question": "What is the capital of Canada?"})

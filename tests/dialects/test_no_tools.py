@@ -1,4 +1,4 @@
-"""``tool_choice`` none in each dialect: the prompt has no tools, and the answer no call, not even as text."""
+"""``tool_choice: none`` in each dialect: the prompt contains no tools, and the answer no call, not even as text."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ ANSWERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "a list that is no call": ({"chat_template": PLAIN, "tool_call_parser": "pythonic"}, "[f(x=1)]", "[f(x=1)]"),
     "no format": ({"chat_template": PLAIN}, "Well.", "Well."),
 }
-"""By case: options of the model, its raw output, and the expected content."""
+"""By case: options of the model, its raw output, and the expected content of the message."""
 
 
 @pytest.mark.parametrize("name", ANSWERS)

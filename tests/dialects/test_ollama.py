@@ -69,7 +69,7 @@ def test_tool_is_called_and_its_result_read(client: ollama.Client) -> None:
 
 
 def test_ids_of_tool_calls_reach_template(tmp_path: Path) -> None:
-    """Open WebUI and the AI SDK's provider send ids of calls, which some templates require."""
+    """Open WebUI and the AI SDK's Ollama provider send ids of calls, and some templates require them."""
     template = tmp_path / "ids.jinja"
     template.write_text(
         "{% for message in messages %}{% for call in message.tool_calls or [] %}{{ call.id }}{% endfor %}"

@@ -75,7 +75,7 @@ def test_stream_lines_are_numbered_and_have_req_id(served: Served) -> None:
         {"role": "system", "content": "I'm a helpful AI assistant."},
         {"role": "user", "content": "List 3 countries and their capitals."},
     ]
-    multi = lines(served, messages=conversation, req_id=req_id, max_dec_len=64)  # the id is free again
+    multi = lines(served, messages=conversation, req_id=req_id, max_dec_len=64)  # the req_id is free again
     for found in (single, multi):
         assert found and all(line["error_msg"] == "" and line["error_code"] == 0 for line in found)
         assert {line["req_id"] for line in found} == {req_id}
@@ -102,8 +102,8 @@ def test_stream_equals_whole_answer(served: Served, path: str) -> None:
 
 
 @pytest.mark.row("paddlenlp", "seed")
-def test_sampling_defaults_are_paddlenlps(served: Served, llm: LLM) -> None:
-    """The model's ``generation_config.json`` is not used."""
+def test_sampling_defaults_equal_paddlenlp_defaults(served: Served, llm: LLM) -> None:
+    """The model's ``generation_config.json`` is ignored."""
     sampling = SamplingParams(temperature=0.95, top_p=0.7, min_tokens=1, max_tokens=30, seed=5)
     text = llm.chat(turn("Once upon a time"), sampling, use_tqdm=False)[0].outputs[0].text
     assert ask(served, text="Once upon a time", max_dec_len=30, seed=5).json()["result"] == text
@@ -111,7 +111,7 @@ def test_sampling_defaults_are_paddlenlps(served: Served, llm: LLM) -> None:
 
 @pytest.mark.row("paddlenlp", "text", "messages", "input_ids", "system")
 def test_text_input_ids_and_messages_give_same_answer(served: Served, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A text is one user message, as in PaddleNLP's server with USE_HF_TOKENIZER=0."""
+    """A text becomes one user message, as in PaddleNLP's server with USE_HF_TOKENIZER=0."""
     text = "What is the capital of Canada?"
     messages = turn(text)
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -170,7 +170,7 @@ def test_sampling_fields_equal_sampling_params(
 
 
 def test_request_with_prompt_is_answered_as_openai(served: Served) -> None:
-    """A field that only PaddleNLP has is ignored."""
+    """``topp``, a field of PaddleNLP only, is ignored."""
     answer = ask(served, "/completions", prompt="a", topp=0.5)
     assert answer.json()["object"] == "text_completion" and answer.headers["x-penstock-ignored"] == "topp"
 
@@ -179,7 +179,7 @@ def test_request_with_prompt_is_answered_as_openai(served: Served) -> None:
     "field", ["timeout", "system", "text", "input_ids", "response_timeout", "return_usage", "req_id"]
 )
 def test_openai_client_with_extra_field_gets_openai_answer(served: Served, field: str) -> None:
-    """A request with ``model`` is OpenAI's; without it, only ``req_id`` marks a request as PaddleNLP's."""
+    """With ``model``, a request is OpenAI's. Without it, only ``req_id`` marks a request as PaddleNLP's."""
     extra = {field: {"timeout": 5, "input_ids": [1], "return_usage": True}.get(field, "a")}
     client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
     answer = client.chat.completions.create(
@@ -234,7 +234,7 @@ def test_invalid_field_is_rejected_by_name(served: Served, body: dict[str, Any],
     (line,) = answer.iter_lines()
     found = json.loads(line)
     assert found["error_msg"].startswith(message), found
-    assert (found["error_code"], answer.status_code) == (400, 200)  # PaddleNLP's clients check only error_code
+    assert (found["error_code"], answer.status_code) == (400, 200)  # clients ignore the HTTP status
     assert found["req_id"] == body.get("req_id", "")
 
 
@@ -243,7 +243,7 @@ def test_prompt_above_max_seq_len_is_rejected(served: Served) -> None:
 
 
 class Endless:
-    """A streamed request that runs until the context ends."""
+    """A streamed request that generates until the context is full."""
 
     def __init__(self, served: Served, **body: Any) -> None:
         self._stream = httpx.stream("POST", f"{served.url}/completions", json={**ENDLESS, "stream": True, **body})
@@ -251,7 +251,7 @@ class Endless:
         self.first = json.loads(next(self._lines))
 
     def last(self) -> dict[str, Any]:
-        """Read the stream to its end; return the last line."""
+        """Read the stream to its end; return its last line as a document."""
         found: dict[str, Any] = json.loads(list(self._lines)[-1])
         return found
 
@@ -264,35 +264,36 @@ class Endless:
 
 @pytest.mark.row("paddlenlp", "req_id")
 def test_req_id_is_rejected_while_in_use(served: Served) -> None:
-    """The requests may be received by different API processes."""
+    """The check applies across API processes: either one may receive the second request."""
     with Endless(served, req_id="mine") as running:
         assert running.first["req_id"] == "mine"
-        for _ in range(12):  # connections are accepted by either process
+        for _ in range(12):  # enough connections to reach both API processes
             refused = ask(served, text="a", req_id="mine")
             assert refused.json()["error_msg"].startswith("req_id: 'mine' already exists")
         assert ask(served, text="a", req_id="yours", max_dec_len=1).json()["error_code"] == 0
     deadline = threading.Event()
     while ask(served, text="a", req_id="mine", max_dec_len=1).json()["error_code"]:
-        assert not deadline.wait(0.01)  # the engine has not yet noticed the disconnect
+        assert not deadline.wait(0.01)  # until the engine has noticed the disconnect
 
 
 @pytest.mark.row("paddlenlp", "timeout", "response_timeout")
 def test_waiting_request_times_out(served: Served) -> None:
-    with Endless(served), Endless(served):  # max_num_seqs requests
+    with Endless(served), Endless(served):  # as many requests as max_num_seqs
         for name in ("timeout", "response_timeout"):
-            late = f"late {name}"  # unique: messages of the two API processes may arrive out of order
+            late = f"late {name}"  # a unique id: log lines of the two API processes may be out of order
             answer = ask(served, text="a", req_id=late, **{name: 0.2})
-            message = "timeout: no output for 0.2 seconds"
+            message = "timeout: no output for 0.2 seconds; retry, or send a longer timeout"
             assert answer.json() == {"req_id": late, "error_msg": message, "error_code": 408}
 
 
 def test_response_timeout_limits_whole_answer_but_not_stream(served: Served) -> None:
-    """Each chunk of a stream is an output; a whole answer is one output, although its tokens arrive one by one."""
+    """The timeout limits the time between outputs: the chunks of a stream, or the whole answer as a single output."""
     answer = ask(served, **ENDLESS, req_id="slow", response_timeout=0.2).json()
-    assert answer == {"req_id": "slow", "error_msg": "timeout: no output for 0.2 seconds", "error_code": 408}
+    message = "timeout: no output for 0.2 seconds; retry, or send a longer timeout"
+    assert answer == {"req_id": "slow", "error_msg": message, "error_code": 408}
     begun, long = time.monotonic(), ENDLESS | {"min_dec_len": 700, "max_dec_len": 700}
     lines(served, **long)
-    less = 0.75 * (time.monotonic() - begun)  # less than the whole stream takes, far more than one chunk
+    less = 0.75 * (time.monotonic() - begun)  # less than the duration of the stream, but far more than that of a chunk
     assert lines(served, **long, response_timeout=less)[-1]["is_end"] == 1
 
 

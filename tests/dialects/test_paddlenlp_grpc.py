@@ -1,4 +1,4 @@
-"""PaddleNLP's gRPC protocol, tested with streams of Triton's client, as PaddleNLP's client does, and against HTTP."""
+"""PaddleNLP's gRPC protocol, used with Triton's streaming client as by PaddleNLP's client, and compared with HTTP."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tensor(content: bytes) -> triton.InferInput:
 
 
 def stream_chunks(client: triton.InferenceServerClient, content: bytes) -> list[dict[str, Any]]:
-    """Stream one request; return its chunks up to the last one."""
+    """Stream one request; return its chunks, including the last."""
     answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(callback=lambda result, error: answers.put((result, error)))
     try:
@@ -54,7 +54,7 @@ def stream_chunks(client: triton.InferenceServerClient, content: bytes) -> list[
 
 
 def text_and_ids(chunks: list[dict[str, Any]]) -> tuple[str, list[int]]:
-    """Return the text and token ids of all chunks."""
+    """Return the concatenated text and token ids of all chunks."""
     return "".join(chunk["token"] for chunk in chunks), [token for chunk in chunks for token in chunk["token_ids"]]
 
 
@@ -104,7 +104,7 @@ def test_concurrent_streams_equal_sequential_streams(served: Served, client: tri
 
 
 def test_cancelled_stream_frees_req_id_and_kv_blocks(served: Served, client: triton.InferenceServerClient) -> None:
-    """The stream is cancelled as by PaddleNLP's client."""
+    """PaddleNLP's client cancels streams in this way."""
     endless = BODY | {"req_id": "mine", "min_dec_len": 1500, "max_dec_len": 1500}
     answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(callback=lambda result, error: answers.put((result, error)))
@@ -116,7 +116,7 @@ def test_cancelled_stream_frees_req_id_and_kv_blocks(served: Served, client: tri
     client.stop_stream(cancel_requests=True)
     waiting = threading.Event()
     while "error_msg" in stream_chunks(client, json.dumps([BODY | {"req_id": "mine", "max_dec_len": 1}]).encode())[-1]:
-        assert not waiting.wait(0.01)  # the engine has not yet noticed the disconnect
+        assert not waiting.wait(0.01)  # until the engine has noticed the disconnect
     asyncio.run(wait_until_idle(served))
 
 

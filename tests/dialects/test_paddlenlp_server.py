@@ -1,4 +1,4 @@
-"""PaddleNLP's commands ``start_server``, ``stop_server``, ``download_model.py``, and its environment variables."""
+"""PaddleNLP's commands ``start_server``, ``stop_server`` and ``download_model.py``, and its environment variables."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PORT_VARIABLES = dict(zip(PORTS, ("8110", "8811", "8722", "9965"), strict=True))
 
 
 def free_port_variables() -> dict[str, str]:
-    """Return environment variables with free ports."""
+    """Return the environment variables of all ports, set to free ports."""
     return dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))
 
 
 class Shell:
-    """Runs commands in a folder, with separate ports and runtime directory."""
+    """Runs PaddleNLP's commands in a folder, with separate ports and a separate runtime directory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ class Shell:
         self.environment = {**os.environ, **self.ports, "XDG_RUNTIME_DIR": str(folder), "BLOCK_BS": "5"}
 
     def run(self, command: str, *arguments: str, **environment: str) -> tuple[int, str]:
-        """Run a command; return its exit status and output."""
+        """Run a command; return (exit status, standard output and error)."""
         ran = subprocess.run(
             [sys.executable, "-m", "penstock.cli.compat.paddlenlp", command, *arguments],
             cwd=self.folder,
@@ -91,7 +91,7 @@ def test_server_starts_answers_and_stops(shell: Shell, tokenizer: PreTrainedToke
     status, output = shell.run("start_server", MODEL_DIR=str(demo.CHAT), MAX_SEQ_LEN="20", **switches)
     assert status == 0 and "Ready: process" in output, output
     log = (shell.folder / "log" / "server.log").read_text()
-    assert "160 KV blocks" in log  # BLOCK_BS x 2048 tokens in blocks of 64
+    assert "160 KV blocks" in log  # BLOCK_BS (5) x 2048 tokens, in blocks of 64 tokens
     assert "warmed up with" in log
     for port in ("HEALTH_HTTP_PORT", "SERVICE_HTTP_PORT"):
         for path in ("/v2/health/live", "/v2/health/ready"):
@@ -105,13 +105,13 @@ def test_server_starts_answers_and_stops(shell: Shell, tokenizer: PreTrainedToke
     (answer,) = shell.ask(text="Hello", max_dec_len=4, temperature=0, return_usage=True)
     assert answer["usage"]["prompt_tokens"] == len(tokenizer.encode("Hello"))
     messages = [{"role": "user", "content": "Hello"}]
-    (whole,) = shell.ask(messages=messages, max_tokens=4)  # valid for PaddleNLP and OpenAI; the profile decides
+    (whole,) = shell.ask(messages=messages, max_tokens=4)  # the profile selects PaddleNLP's dialect
     assert whole["result"] == whole["tokens_all"]
     client = openai.OpenAI(base_url=shell.url("SERVICE_HTTP_PORT", "/v1"), api_key="none")
     chunks = list(client.chat.completions.create(model="default", messages=messages, max_tokens=8, stream=True))
     assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]) == 1
     found: dict[str, float] = {}
-    while found.get("block_num") != 160:  # the engine reports asynchronously
+    while found.get("block_num") != 160:  # the engine reports metrics asynchronously
         page = requests.get(shell.url("METRICS_HTTP_PORT", "/metrics"), timeout=60).text
         labels_and_values = re.findall(
             r'^inference_server_metrics\{(\w+)="\1",model_name=".+"\} (\S+)$', page, re.MULTILINE
@@ -122,7 +122,7 @@ def test_server_starts_answers_and_stops(shell: Shell, tokenizer: PreTrainedToke
     (refused,) = shell.ask(text="a " * 40)
     assert "more than MAX_SEQ_LEN (20)" in refused["error_msg"]
 
-    for model in ((), ("org/never-fetched",)):  # a port in use is reported before a download
+    for model in ((), ("org/never-fetched",)):  # the port is checked before the model is downloaded
         status, output = shell.run("start_server", *model, MODEL_DIR=str(demo.CHAT))
         assert status == 2 and "SERVICE_HTTP_PORT" in output and "set another port" in output
     status, output = shell.run("stop_server")
@@ -143,7 +143,7 @@ def test_failed_start_is_explained(shell: Shell) -> None:
     assert status == 2 and "BLOCK_BS: 1e+07 sequences of 2048 tokens take" in output and "at most" in output
     assert shell.run("start_server", BATCH_SIZE="129") == (
         2,
-        "start_server: BATCH_SIZE: '129' is wrong: must be from 1 to 128\n",
+        "start_server: BATCH_SIZE: '129' is wrong: it must be from 1 to 128\n",
     )
     assert shell.run("stop_server")[1].startswith("No server")
 
@@ -179,7 +179,7 @@ def test_model_name_downloads_model_and_sets_format(shell: Shell) -> None:
 
 
 def test_warmup_frees_all_kv_blocks_after_preemption() -> None:
-    """The KV cache is too small for all sequences of the warm-up, so that some are preempted."""
+    """The KV cache cannot hold all sequences of the warm-up, so some are preempted."""
     llm = LLM(use_warmup=True, num_gpu_blocks_override=33, max_num_seqs=40)
     assert llm.engine.scheduler.device_pool.num_free == llm.engine.scheduler.device_pool.total
 
@@ -219,7 +219,7 @@ VARIABLES: dict[str, tuple[str, str, Any]] = {
     "USE_WARMUP": ("1", "use_warmup", True),
     "USE_CACHE_KV_INT8": ("1", "kv_cache_dtype", "int8"),
 }
-"""By environment variable: a value, and the setting and value it sets."""
+"""By environment variable: a value, the setting it changes, and the setting's new value."""
 
 
 @pytest.mark.row("paddlenlp", "MAX_DEC_LEN", "BLOCK_RATIO", "MAX_CACHED_TASK_NUM", "PUSH_MODE_HTTP_WORKERS")
@@ -258,23 +258,23 @@ def test_variable_names_before_version_3_are_accepted() -> None:
     ("variables", "message"),
     [
         ({"GRPC_PORT": "1"}, "SERVICE_GRPC_PORT: is 8811, but GRPC_PORT"),
-        ({"HEALTH_HTTP_PORT": "99999"}, "HEALTH_HTTP_PORT: '99999' is wrong: must be a port"),
+        ({"HEALTH_HTTP_PORT": "99999"}, "HEALTH_HTTP_PORT: '99999' is wrong: it must be a port"),
         ({"SERVICE_GRPC_PORT": "x"}, "SERVICE_GRPC_PORT: 'x' is wrong"),
-        ({"SERVICE_HTTP_PORT": "-2"}, "SERVICE_HTTP_PORT: '-2' is wrong: must be a port"),
+        ({"SERVICE_HTTP_PORT": "-2"}, "SERVICE_HTTP_PORT: '-2' is wrong: it must be a port"),
         ({"POD_0_IP": "10.0.0.3", "POD_IPS": "10.0.0.1"}, r"POD_0_IP: 10.0.0.3 is not among POD_IPS \(10.0.0.1\)"),
         ({"POD_0_IP": "10.0.0.3"}, "POD_0_IP: 10.0.0.3 is not among POD_IPS"),
-        ({"MP_NNODE": "2", "MP_NUM": "16"}, "POD_IPS: must be set, as MP_NNODE is 2"),
-        ({"MP_NNODE": "2", "POD_IPS": "a,b"}, "POD_0_IP: must be set, as MP_NNODE is 2"),
+        ({"MP_NNODE": "2", "MP_NUM": "16"}, "POD_IPS: must be set to the addresses of all nodes, as MP_NNODE is 2"),
+        ({"MP_NNODE": "2", "POD_IPS": "a,b"}, "POD_0_IP: must be set to the address of node 0, as MP_NNODE is 2"),
         ({"POD_IPS": "a,b", "POD_0_IP": "a"}, "POD_IPS: has 2 addresses, but MP_NNODE is 1"),
         ({"MP_NUM": "2", "CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES: has 1 devices, but MP_NUM=2"),
         ({"MP_NUM": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES: has 2 devices, but MP_NUM=1"),
         ({"MP_NUM": "3", "MP_NNODE": "2", "POD_IPS": "a,b", "POD_0_IP": "a"}, "MP_NUM: 3 is not a multiple"),
         ({"MP_NUM": "0"}, "MP_NUM: '0' is not a positive integer"),
-        ({"BATCH_SIZE": "129"}, "BATCH_SIZE: '129' is wrong: must be from 1 to 128"),
-        ({"PUSH_MODE_HTTP_WORKERS": "9"}, "PUSH_MODE_HTTP_WORKERS: '9' is wrong: must be from 1 to 8"),
+        ({"BATCH_SIZE": "129"}, "BATCH_SIZE: '129' is wrong: it must be from 1 to 128"),
+        ({"PUSH_MODE_HTTP_WORKERS": "9"}, "PUSH_MODE_HTTP_WORKERS: '9' is wrong: it must be from 1 to 8"),
         ({"BLOCK_BS": "many"}, "BLOCK_BS: 'many' is wrong"),
         ({"BLOCK_RATIO": "1.5"}, "BLOCK_RATIO: 1.5 is wrong: it must be at most 1"),
-        ({"USE_WARMUP": "yes"}, "USE_WARMUP: 'yes' is wrong: must be 0 or 1"),
+        ({"USE_WARMUP": "yes"}, "USE_WARMUP: 'yes' is wrong: it must be 0 or 1"),
         ({"model_name": "chat"}, "model_name: 'chat' is wrong: it must be org/model"),
     ],
 )

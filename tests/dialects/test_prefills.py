@@ -1,4 +1,4 @@
-"""A prefilled answer is in the prompt unmodified, and in the answer with ``echo``."""
+"""Prefilled answers: the prompt ends with the unmodified prefill, and with ``echo`` the answer begins with it."""
 
 from __future__ import annotations
 

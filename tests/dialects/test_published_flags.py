@@ -1,4 +1,4 @@
-"""Published flags of other systems: each takes effect, is ignored with a reason, or is rejected by name."""
+"""Flags published by other systems: each takes effect, is ignored with a reason, or is rejected by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.config.sources import ResolvedConfiguration
 from penstock.core import PenstockError
 
 EXAMPLES = ("1", "0.5", "auto", "false", "{}", "name", "INFO", "4096")
-"""Values to try; each flag accepts at least one of them."""
+"""Values to try: each flag that takes a value accepts at least one of them."""
 
 SYSTEMS = {
     "": (published.VLLM_SWITCHES, published.VLLM_VALUES, published.VLLM_SHORT),
@@ -32,11 +32,11 @@ SYSTEMS = {
 }
 SWITCHES_AMONG_SHORT = ("-ep", "-dph", "-dpe", "-dpm")
 HANDLED_BEFORE = ("--config", "--model-repository", "--model-store")
-"""Flags of files that must exist."""
+"""Flags left out because their value must be an existing file or folder."""
 
 
 class Refused(Exception):
-    """An error of the command line."""
+    """Raised when the command line is rejected."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def parse(parser: argparse.ArgumentParser, *arguments: str) -> ResolvedConfigura
 
 
 def outcomes(parser: argparse.ArgumentParser, flag: str, takes_value: bool) -> dict[str | None, str]:
-    """Return the outcome of each example value: ``acts``, ``ignored``, ``nothing``, ``unknown`` or an error message."""
+    """Return the outcome per example value: ``acts``, ``ignored``, ``nothing``, ``unknown`` or an error message."""
     default = parse(parser)
     result: dict[str | None, str] = {}
     for value in EXAMPLES if takes_value else (None,):
@@ -85,7 +85,7 @@ def outcomes(parser: argparse.ArgumentParser, flag: str, takes_value: bool) -> d
 
 
 def fault(parser: argparse.ArgumentParser, flag: str, takes_value: bool) -> str:
-    """Return the problem of how a flag is handled, or an empty string."""
+    """Return a description of how the flag is mishandled, or "" if it is handled correctly."""
     found = outcomes(parser, flag, takes_value)
     if "unknown" in found.values():
         return f"{flag} is unknown"
@@ -100,7 +100,7 @@ def fault(parser: argparse.ArgumentParser, flag: str, takes_value: bool) -> str:
 
 
 NO_EFFECT = ("--headless", "--engine-worker-queue-port", "--ips")
-"""Flags without a visible effect here: they act only with several instances or nodes."""
+"""Flags left out because they take effect only with several instances or nodes."""
 CASES = [
     (system, flag, flag not in switches and flag not in SWITCHES_AMONG_SHORT)
     for system, (switches, values, short) in SYSTEMS.items()

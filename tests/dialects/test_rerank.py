@@ -1,4 +1,4 @@
-"""Scoring, reranking, classification and pooling over HTTP (vLLM, Cohere, Jina) against ``LLM`` and transformers."""
+"""Scoring, reranking, classification and pooling over HTTP (vLLM, Cohere, Jina), against ``LLM`` and transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def post(server: Served, path: str, **body: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint of a cross-encoder."""
+    """Checkpoint of a random cross-encoder."""
     folder = tmp_path_factory.mktemp("cross")
     save_encoder(draw_config("bert", Random(3)), folder, labels=1)
     return folder
@@ -158,7 +158,7 @@ def test_openai_client_embeds_with_encoder(encoder: Path, embedder: Served) -> N
 
 
 def test_cohere_embeddings_have_each_type(encoder: Path, embedder: Served) -> None:
-    """Floats equal ``LLM.embed``; integers and bits are quantized as by sentence-transformers."""
+    """Float embeddings equal ``LLM.embed``. Integer and binary embeddings are quantized as by sentence-transformers."""
     prompted = [PROMPTS["query"] + text for text in DOCUMENTS], [PROMPTS["document"] + text for text in DOCUMENTS]
     queries, documents, plain = (vectors(encoder, texts) for texts in (*prompted, DOCUMENTS))
     client = cohere.ClientV2("none", base_url=embedder.root)
@@ -229,7 +229,7 @@ def test_decoder_classifies_by_last_token(family: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     llm = LLM(tmp_path, dtype="float32", max_num_batched_tokens=50, **OPTIONS)
     prompts = [[5 + number % 290 for number in range(length)] for length in (1, 30, 200)]
-    for _ in range(2):  # the second time with cached prefixes
+    for _ in range(2):  # the second pass reads the prefixes from the cache
         for output, prompt in zip(llm.classify(prompts, use_tqdm=False), prompts, strict=True):
             with torch.inference_mode():
                 expected = model(torch.tensor([prompt])).logits[0].softmax(0)
@@ -249,10 +249,10 @@ def test_qwen3_reranker_template_equals_original() -> None:
 
 
 def test_yes_no_reranker_scores_pairs(tmp_path: Path) -> None:
-    """The score is the probability of "yes" against "No" as the next token, as in Qwen3-Reranker."""
+    """The score is the probability of the token "yes" relative to "No" after the prompt, as in Qwen3-Reranker."""
     save(Qwen3Config(**SMALL | {"vocab_size": 4096}, head_dim=32, sliding_window=None), tmp_path)
     template = "<q>{{ messages[0].content }}</q><d>{{ messages[1].content }}</d>"
-    tokens = ("No", "yes")  # tokens of the vocabulary
+    tokens = ("No", "yes")  # both are single tokens of the vocabulary
     llm = LLM(
         tmp_path, dtype="float32", pooling_task="score", classifier_tokens=tokens, chat_template=template, **OPTIONS
     )

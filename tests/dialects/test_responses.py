@@ -41,7 +41,7 @@ def client(served: Served) -> openai.OpenAI:
 
 
 def streamed(client: openai.OpenAI, **fields: Any) -> Response:
-    """Return the final response of a stream; check that its events add up to it."""
+    """Return the final response of a stream, after checking that the stream's events add up to it."""
     texts: dict[str, str] = {}
     events = list(client.responses.create(**fields, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -108,7 +108,7 @@ def test_function_is_called_and_its_output_read(client: openai.OpenAI, ask: Any)
 @pytest.mark.row("responses", "namespace", "web_search")
 @BOTH
 def test_function_call_has_namespace_and_web_search_is_ignored(client: openai.OpenAI, ask: Any) -> None:
-    """Codex sends namespaces together with tools of OpenAI's servers."""
+    """Codex sends tool namespaces together with OpenAI's hosted tools, such as web search."""
     question = {"role": "user", "content": "What is the weather in Paris?"}
     tools: Any = [{"type": "namespace", "name": "reports", "tools": [WEATHER]}, {"type": "web_search"}]
     called = ask(client, **PLAIN, input=[question], tools=tools, tool_choice="required")
@@ -355,7 +355,7 @@ class Place(pydantic.BaseModel):
 
 
 class Anything(pydantic.BaseModel):
-    """Accepts any JSON object, because ``json_object`` enforces no schema."""
+    """Model that accepts any JSON object, because ``json_object`` enforces no schema."""
 
     city: str = ""
 
@@ -375,7 +375,7 @@ class Anything(pydantic.BaseModel):
 def test_instructor_modes_return_model(
     client: openai.OpenAI, mode: str, response_model: type[pydantic.BaseModel]
 ) -> None:
-    """instructor is unmodified. Its modes for Responses send both a tool and a text format."""
+    """instructor is unmodified. Its Responses modes send both a tool and a text format."""
     instructor_client = instructor.from_openai(client, mode=instructor.Mode[mode])
     messages: Any = [{"role": "user", "content": CAPITAL}]
     answer = instructor_client.chat.completions.create(

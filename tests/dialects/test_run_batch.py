@@ -1,4 +1,4 @@
-"""``penstock run-batch``: results against ``LLM``, errors of lines, and continuation of interrupted runs."""
+"""``penstock run-batch``: results equal to ``LLM``, errors of single lines, and continuation of interrupted runs."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_failed_lines_are_explained_and_not_retried(tmp_path: Path) -> None:
 
 
 def test_killed_run_is_continued(tmp_path: Path) -> None:
-    long = {"max_tokens": 60, "ignore_eos": True}  # long enough not to end before the kill
+    long = {"max_tokens": 60, "ignore_eos": True}  # long enough to be running when the process is killed
     write(tmp_path, [chat(f"question {i}", "Tell me a story.", seed=i, **long) for i in range(30)])
     process = subprocess.Popen(command(tmp_path, "--max-concurrency", "4"), stderr=subprocess.DEVNULL)
     wait_for(lambda: len(lines_of(tmp_path)) >= 5, process)
@@ -131,7 +131,7 @@ def test_killed_run_is_continued(tmp_path: Path) -> None:
     before = [line for line in lines_of(tmp_path) if line.endswith(b"\n")]
     assert 5 <= len(before) < 30
     with (tmp_path / "out.jsonl").open("wb") as file:
-        file.write(b"".join(before) + before[0][:100])  # as after a power failure in the middle of a line
+        file.write(b"".join(before) + before[0][:100])  # a partial last line, as left by a power failure
 
     ran = run_batch(tmp_path)
     assert ran.returncode == 0, ran.stderr
@@ -145,7 +145,7 @@ def test_killed_run_is_continued(tmp_path: Path) -> None:
 
 
 def test_engine_crash_or_full_queue_loses_no_result(tmp_path: Path) -> None:
-    """There are more sequences than may run or wait, and the engine is killed while it computes them."""
+    """More sequences are submitted than may run or wait, and the engine is killed while it computes them."""
     write(tmp_path, [chat(str(i), "Tell me a story.", n=4, max_tokens=30, ignore_eos=True, seed=i) for i in range(14)])
     narrow = ("--max-num-seqs", "4", "--max-waiting", "1", "--max-concurrency", "12")
     process = subprocess.Popen(command(tmp_path, *narrow), stderr=subprocess.PIPE, text=True)
@@ -198,13 +198,13 @@ def children(pid: int) -> Iterator[int]:
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[Any], limit: float = 60.0) -> None:
     deadline = time.monotonic() + limit
     while not condition():
-        assert process.poll() is None, "the process ended too early"
+        assert process.poll() is None, "the process ended before the condition held"
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
 def test_line_with_temporary_error_is_retried(tmp_path: Path) -> None:
-    """The last result of a line replaces earlier ones."""
+    """The last result of a line replaces the earlier ones."""
     write(tmp_path, [chat("again", QUESTIONS[0], **GREEDY)])
     late = {"status_code": 503, "request_id": "1", "body": {"error": {"message": "stopping"}}}
     earlier = {"id": "batch_req_1", "custom_id": "again", "response": late, "error": None}

@@ -1,6 +1,6 @@
 """Examples of BladeLLM's documentation, run unmodified: server command, service.json, request and answer.
 
-Only hosts, ports and paths of models are replaced, and there is one device.
+Only hosts, ports and model paths are replaced, and a single device is used.
 """
 
 # ruff: noqa: E501 (lines of the documentation)
@@ -76,7 +76,7 @@ data: {"id":"91f9a28a-f949-40fb-b720-08ceeeb2****","choices":[{"finish_reason":"
 
 data: [DONE]
 """
-"""First and last chunk of the answer."""
+"""First and last chunk of the documented stream."""
 
 
 def with_local_model(text: str) -> str:
@@ -90,7 +90,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
 
 @pytest.fixture(scope="module")
 def served(shell: Shell) -> Iterator[Served]:
-    """Started by the documented command; a later ``--port`` replaces its port."""
+    """Server started by the documented command; a second ``--port`` overrides the documented port."""
     with Served(command=shell.command(f"exec {with_local_model(COMMAND)}"), environment=shell.environment) as served:
         yield served
 
@@ -102,7 +102,7 @@ def events(text: str) -> list[Any]:
 
 
 def outline(document: Any) -> Any:
-    """Return the names in their order, and the types of values."""
+    """Return the structure of a JSON document: keys in their order, and types of values."""
     if isinstance(document, dict):
         return [(name, outline(value)) for name, value in document.items()]
     return [outline(value) for value in document] if isinstance(document, list) else type(document).__name__

@@ -1,4 +1,4 @@
-"""Examples of FastDeploy's documentation on parameters: flags, log line, metrics, and ``LLM`` with all parameters."""
+"""Examples of FastDeploy's parameter documentation: flags, log line, metrics, and ``LLM`` with all parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ABSENT = {"first_token_latency", "infer_latency", "send_cache_failed_num"}
 """Documented metrics that Penstock does not have."""
 QUESTION = [{"role": "user", "content": "What is the capital of Canada?"}]
 LONG = "The fox and the owl went to the river, and the river said: " * 8
-"""A prompt of several KV blocks."""
+"""Prompt that fills several KV blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_metrics_have_documented_names_and_add_up(served: Served, client: openai
         client.completions.create(model="default", prompt=LONG, max_tokens=5, extra_body={"ignore_eos": True})
     metrics_url = served.find(r"health and metrics at (\S+)")[1]
     deadline = time.monotonic() + 60
-    while (found := metrics_of(served))["available_gpu_block_num"] != 172:  # the engine reports asynchronously
+    while (found := metrics_of(served))["available_gpu_block_num"] != 172:  # the engine reports metrics asynchronously
         assert time.monotonic() < deadline, found
     page = httpx.get(f"{metrics_url}/metrics").text
     for name in NAMES:
@@ -116,7 +116,7 @@ def test_metrics_have_documented_names_and_add_up(served: Served, client: openai
     ratio = found["prefix_cache_token_num_total"] / found["prompt_tokens_total"]
     assert found["hit_token_rate"] == found["gpu_hit_token_rate"] == pytest.approx(ratio)
     assert found["hit_req_rate"] == pytest.approx(1 / found["requests_number_total"])
-    assert found["cpu_hit_token_rate"] == found["prefix_cpu_cache_token_num_total"] == 0, "nothing was evicted"
+    assert found["cpu_hit_token_rate"] == found["prefix_cpu_cache_token_num_total"] == 0, "no prefix was evicted"
     spans = [increase(f"request_{part}_time_seconds_sum") for part in ("inference", "prefill", "decode")]
     assert spans[0] == pytest.approx(spans[1] + spans[2]) and min(spans) > 0
     (config,) = re.findall(r"^fastdeploy:cache_config_info{(.*)} 1.0", page, re.MULTILINE)
@@ -124,7 +124,7 @@ def test_metrics_have_documented_names_and_add_up(served: Served, client: openai
 
 
 def metrics_of(served: Served) -> dict[str, float]:
-    """Return the values of FastDeploy's metrics without buckets, summed over labels."""
+    """Return the values of FastDeploy's metrics by name, summed over labels. Histogram buckets are left out."""
     found: dict[str, float] = {}
     page = httpx.get(f"{served.root}/metrics").text
     for name, value in re.findall(r"^fastdeploy:(\w+){[^}]*} (\S+)$", page, re.MULTILINE):
@@ -135,7 +135,7 @@ def metrics_of(served: Served) -> dict[str, float]:
 @pytest.mark.row("fastdeploy", "max_model_len", "max_num_seqs", "max_concurrency", "max_waiting_time", "enable_logprob")
 @pytest.mark.row("fastdeploy", "guided_decoding_backend", "port", "metrics_port", "enable_chunked_prefill")
 def test_limits_equal_parameters(served: Served, client: openai.OpenAI) -> None:
-    """The defaults and flags are 2048 tokens, 8 sequences, 4 connections, and no guided decoding or logprobs."""
+    """The limits of this server: 2048 tokens, 8 sequences, 4 connections, no guided decoding, no logprobs."""
     (model,) = httpx.get(f"{served.url}/models").json()["data"]
     assert model["max_model_len"] == 2048
     for wrong, message in (
@@ -150,7 +150,7 @@ def test_limits_equal_parameters(served: Served, client: openai.OpenAI) -> None:
     lines = [stream.__enter__().iter_lines() for stream in streams]
     try:
         for stream_lines in lines:
-            next(stream_lines)  # now eight sequences run
+            next(stream_lines)  # each stream runs two sequences: eight in total
         fifth = httpx.post(f"{served.url}/completions", json={"prompt": "x"})
         assert fifth.status_code == 429 and fifth.json()["error"]["param"] == "max_concurrency"
         streams.pop().__exit__(None, None, None)
@@ -182,7 +182,7 @@ SAME_NAME: dict[str, Any] = {
     "quantization": "wint8",
     "use_warmup": 1,
 }
-"""Parameters that set an option of the same name."""
+"""Parameters that set the option of the same name."""
 IGNORED: dict[str, Any] = {
     "port": 8000,
     "metrics_port": 8001,
@@ -226,10 +226,10 @@ def test_llm_accepts_all_documented_parameters(caplog: pytest.LogCaptureFixture)
     for name, value in SAME_NAME.items():
         assert getattr(llm.options, name) == value, name
     assert (llm.options.kv_offloading_size, llm.options.max_queue_time) == (0.01, 0.0), (
-        "swap_space offloads cached prefixes"
+        "swap_space must set the size of KV offloading"
     )
     assert json.loads(llm.options.speculative_config) == REST["speculative_config"]
-    assert llm.options.enforce_eager, "graph_optimization_config disables CUDA graphs"
+    assert llm.options.enforce_eager, "graph_optimization_config must disable CUDA graphs"
     ignored = {record.args[0] for record in caplog.records if "is ignored" in record.msg}
     assert ignored == IGNORED.keys()
     (output,) = llm.chat(QUESTION, SamplingParams(temperature=0, logprobs=1), use_tqdm=False)
@@ -245,7 +245,7 @@ def test_llm_rejects_logprobs_unless_enabled() -> None:
             llm.generate("Once", SamplingParams(**fields), use_tqdm=False)
     best = SamplingParams(temperature=1, best_of=3, n=1, max_tokens=3)
     assert len(llm.generate("Once", best, use_tqdm=False)[0].outputs) == 1, (
-        "best_of needs log probabilities only internally"
+        "best_of must be allowed although logprobs are disabled"
     )
 
 
@@ -273,7 +273,7 @@ def test_unwritable_log_file_is_reported(shell: Shell) -> None:
 
 @pytest.mark.row("fastdeploy", "model", "top_p", "return_token_ids", "metadata")
 def test_fields_of_fastdeploy_clients_are_accepted(client: openai.OpenAI) -> None:
-    """Clients send any JSON in metadata, the model "null", and top_p 0 for greedy sampling."""
+    """FastDeploy's clients send arbitrary JSON in metadata, the model "null", and ``top_p: 0`` for greedy sampling."""
     greedy = client.chat.completions.create(model="null", messages=QUESTION, temperature=0, max_tokens=12)
     more: dict[str, Any] = {"return_token_ids": True, "metadata": {"raw": [1, {"deep": None}], "n": 2.5}}
     fields: dict[str, Any] = {"model": "null", "messages": QUESTION, "max_tokens": 12, "top_p": 0, "extra_body": more}
@@ -307,7 +307,7 @@ def test_prompt_token_ids_and_disable_chat_template_equal_prompt(client: openai.
 
 
 @pytest.mark.row("fastdeploy", "/config-info", "/v1/abort_requests")
-def test_config_info_and_abort_requests_work(served: Served, client: openai.OpenAI) -> None:
+def test_config_info_and_abort_requests_return_documented_fields(served: Served, client: openai.OpenAI) -> None:
     metrics = served.find(r"health and metrics at (\S+)")[1]
     for root in (served.root, metrics):
         found = httpx.get(f"{root}/config-info").json()

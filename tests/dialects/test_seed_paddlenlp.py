@@ -1,7 +1,7 @@
 """Examples of PaddleNLP's documentation, run unmodified: shell commands and Python programs.
 
-Only ports, paths and names of models are replaced, there is one device, and the programs have the quotes and the
-indentation that the web page lost.
+Only ports, paths and model names are replaced, and a single device is used. Quotes and indentation that the web page
+lost are restored in the programs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAME = "org/chat/weight_only_int8"
 
 
 class Terminal:
-    """Runs scripts with Penstock's commands on the path, in a separate folder."""
+    """Runs documented scripts in a separate folder, with Penstock's commands on the path."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -40,14 +40,14 @@ class Terminal:
         self.environment = {**os.environ, **unbound, "PATH": path, "XDG_RUNTIME_DIR": str(folder)}
 
     def printed(self, script: str) -> str:
-        """Return the documented script with this machine's ports and model folder."""
+        """Return the documented script with ports and model folder replaced by those of the test."""
         old = {"HEALTH_HTTP_PORT": "8110", "SERVICE_GRPC_PORT": "8811", "METRICS_HTTP_PORT": "8722"}
         for name, port in {**old, "SERVICE_HTTP_PORT": "9965"}.items():
             script = script.replace(port, self.ports[name])
         return script.replace("/models", str(demo.CHAT))
 
     def run(self, script: str, command: tuple[str, ...] = ("bash", "-c")) -> tuple[int, str]:
-        """Run a script; return its exit status and output."""
+        """Run a script; return (exit status, standard output and error)."""
         arguments = [*command, self.printed(script)]
         ran = subprocess.run(
             arguments, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=120
@@ -55,7 +55,7 @@ class Terminal:
         return ran.returncode, ran.stdout + ran.stderr
 
     def python(self, program: str) -> str:
-        """Run a Python program; return its output."""
+        """Run a Python program successfully; return its output."""
         status, output = self.run(program, (sys.executable, "-c"))
         assert status == 0, output
         return output
@@ -113,7 +113,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Iterator[Terminal]:
-    """Terminal without a running server, and with a local model hub."""
+    """Terminal in which no server runs, with a local model hub."""
     terminal, hub = Terminal(tmp_path), Hub()
     hub.files[NEW] = {path.name: path.read_bytes() for path in demo.CHAT.iterdir() if path.is_file()}
     terminal.environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1"}
@@ -187,7 +187,7 @@ def test_answers_have_documented_fields(terminal: Terminal, stream: bool) -> Non
 
 
 @pytest.mark.row("paddlenlp", 'openai.Client(base_url="http://HOST:PORT/v1/chat/completions")')
-def test_documented_openai_client_program_works(terminal: Terminal) -> None:
+def test_documented_openai_client_program_prints_answers(terminal: Terminal) -> None:
     output = terminal.python(f"""
 import openai
 {ADDRESS}
@@ -258,7 +258,7 @@ PORTS = "\n".join(line for line in ENVIRONMENT.splitlines() if "_PORT=" in line)
 
 @pytest.mark.row("paddlenlp", "docker run … start_server $model_name && tail -f /dev/null", "org/name/weight_only_int8")
 def test_docker_run_command_serves_model_by_name(elsewhere: Terminal) -> None:
-    """Runs the command that the documentation passes to ``docker run``."""
+    """The script runs the command that the documentation passes to ``docker run``."""
     script = f"{PORTS}export MODEL_DIR=$PWD model_name={NAME}\n"
     script += "/bin/bash -c -ex 'start_server $model_name && tail -f /dev/null'"
     command = ["bash", "-c", elsewhere.printed(script)]
@@ -287,7 +287,7 @@ python download_model.py --model_name $model_name --dir $MODEL_PATH --nnodes 1
 """
     status, output = elsewhere.run(single)
     assert status == 0 and (elsewhere.folder / NAME / "model.safetensors").exists(), output
-    elsewhere.environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing more is downloaded
+    elsewhere.environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # unreachable: start_server must not download anything
     status, output = elsewhere.run(f'{PORTS}export MODEL_DIR=$PWD\nmodel_name="{NAME}"\nstart_server $model_name\n')
     assert status == 0 and "Ready: process" in output, output
 
@@ -329,7 +329,7 @@ def test_machine_outside_pod_ips_is_rejected(elsewhere: Terminal) -> None:
 )
 @pytest.mark.usefixtures("every_core")
 def test_mpirun_starts_and_stops_one_server(elsewhere: Terminal) -> None:
-    """mpirun starts and binds a process per core; the server still uses all cores, and starts its own ranks."""
+    """mpirun starts one bound process per core. The server still uses all cores, and starts its ranks itself."""
     two = "export MP_NUM=2\nexport CUDA_VISIBLE_DEVICES=0,1\n"
     assert two in ENVIRONMENT.replace("# ", "")
     status, output = elsewhere.run(f"{PORTS}{two}export MODEL_DIR=/models SERVICE_HTTP_PORT=-1\nmpirun start_server")
@@ -344,6 +344,6 @@ def test_mpirun_starts_and_stops_one_server(elsewhere: Terminal) -> None:
 
 
 def test_mpirun_on_more_nodes_than_mp_nnode_is_rejected(elsewhere: Terminal) -> None:
-    elsewhere.environment |= {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "PMI_SIZE": "2"}  # as set by MPICH
+    elsewhere.environment |= {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "PMI_SIZE": "2"}  # set by MPICH
     message = "MP_NNODE: is 1, but mpirun started 2 ranks, only 1 of them on this node"
     assert elsewhere.run("start_server") == (2, f"start_server: {message}\n")

@@ -1,7 +1,7 @@
-"""Examples of the documentation on Triton and TensorRT-LLM, run unmodified.
+"""Examples of documentation on Triton and TensorRT-LLM, run unmodified.
 
 Only paths, hosts, ports and the number of devices are replaced: ``/workspace`` is a temporary folder with the
-documented layout, and the built-in model has the name of the documented one.
+documented layout, and the built-in model has the documented model's name.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ exec python3 scripts/launch_triton_server.py --world_size=1 \\
 --model_repo=/workspace/models/qwen2-14b-trt-engine-h20-1tp --tensorrt_llm_model_name=tensorrt_llm"""
 ANYWHERE = ' --grpc-port 0 --metrics-port 0 "$@"'
 SMALL = {"PENSTOCK_NUM_GPU_BLOCKS_OVERRIDE": "200"}
-"""A small KV cache instead of 95 % of the machine's free memory."""
+"""Number of KV blocks, for a small KV cache instead of 95 % of the machine's free memory."""
 GENERATE = """
 curl -X POST HOST/v2/models/ensemble/generate -d \\
 '{"text_input": "如何保持正能量?","parameters": {"max_tokens": 100,"bad_words":[""],"stop_words":[""]}}'
@@ -129,7 +129,7 @@ curl -X POST HOST/v2/models/ensemble/generate -d \\
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with Penstock's commands in ``bin``, and the scripts at the documented paths."""
+    """Folder with Penstock's commands in ``bin``, and with the scripts at their documented paths."""
     folder = tmp_path_factory.mktemp("workspace")
     assert main(["shims", str(folder), "triton"]) == 0
     (folder / "models").mkdir()
@@ -150,7 +150,7 @@ def bash(workspace: Path, text: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def repository(workspace: Path) -> str:
-    """Build and fill the model repository with the documented commands; return the output of the last script."""
+    """Build and fill the model repository with the documented commands; return the output of the last command."""
     ran = bash(workspace, f"set -e; cd /workspace/TensorRT-LLM/examples/qwen; {CONVERT}")
     assert ran.returncode == 0, ran.stderr
     ran = bash(workspace, f"set -e; {BUILD}")
@@ -201,7 +201,7 @@ def test_templates_are_filled(repository: str) -> None:
 
 @pytest.mark.row("triton", "--use_fp8_context_fmha", "--qformat", "--kv_cache_dtype", "--calib_dataset")
 def test_checkpoint_is_quantized_to_fp8(workspace: Path) -> None:
-    """The documented calibration data is Parquet; JSON Lines need no additional package."""
+    """The documented calibration data is Parquet; the test uses JSON Lines, which need no additional package."""
     (workspace / "datas").mkdir(exist_ok=True)
     lines = [json.dumps({"text": f"Tell me about number {number}."}) for number in range(400)]
     (workspace / "datas" / "alpaca.jsonl").write_text("\n".join(lines))
@@ -278,7 +278,7 @@ def test_metadata_config_and_metrics_are_served(served: Served) -> None:
 
 
 def test_end_to_end_grpc_client_gets_same_text(served: Served) -> None:
-    """More calls of ``end_to_end_grpc_client.py`` are tested in ``test_kserve_clients.py``."""
+    """``test_kserve_clients.py`` tests the other calls of ``end_to_end_grpc_client.py``."""
     answers: list[Any] = []
     with triton.InferenceServerClient(served.find(r"gRPC at (\S+)")[1]) as client:
         client.start_stream(callback=lambda result, error: answers.append(error or result))
@@ -315,12 +315,12 @@ def test_engine_for_two_ranks_gives_same_answer(workspace: Path, served: Served)
     launch = LAUNCH.replace("1tp", "2tp")
     refused = bash(workspace, launch.replace("--world_size=1", "--world_size=3"))
     assert refused.returncode == 2
-    assert "world_size: is 3, but the engine of tensorrt_llm is for 2 ranks (tp_size times pp_size)" in refused.stderr
+    assert "world_size: is 3, but the engine of tensorrt_llm has 2 ranks (tp_size times pp_size)" in refused.stderr
     with served_by(workspace, launch.replace("--world_size=1", "--world_size=2")) as launched:
         assert json.loads(curl(launched, GENERATE)) == json.loads(curl(served, GENERATE))
 
 
-def test_help_lists_the_flags(workspace: Path) -> None:
+def test_help_lists_documented_flags(workspace: Path) -> None:
     for command in ("tritonserver --help", "python3 /workspace/tensorrtllm_backend/scripts/launch_triton_server.py -h"):
         ran = bash(workspace, command)
         assert ran.returncode == 0

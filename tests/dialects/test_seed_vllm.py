@@ -1,6 +1,6 @@
 """Examples of Ascend's documentation on vLLM, run unmodified: rank tables, start commands and requests.
 
-Only hosts, ports and paths are replaced; devices are cores.
+Only hosts, ports and paths are replaced; CPU cores take the place of NPUs.
 """
 
 # ruff: noqa: E501 (lines of the documentation)
@@ -127,7 +127,8 @@ sh AscendCloud-LLM/llm_tools/PD_separate/start_servers.sh \\
     --max-num-batched-tokens=4096 \\
     --served-model-name ${served-model-name}
 """
-"""Command for one instance, without ``--host`` and ``--port``. With ``served`` unset, the shell expands its last word to ``model-name``."""
+"""Documented start command of one instance, without ``--host`` and ``--port``. The variable ``served`` is unset: the
+shell expands ``${served-model-name}`` to ``model-name``."""
 SEPARATE = """
 export GLOBAL_RANK_TABLE_FILE_PATH=global_ranktable_10.**.**.18.json
 export RANK_TABLE_FILE_PATH=local_rank_table_10.**.**.18_{instance}.json
@@ -178,7 +179,7 @@ curl -X POST http://${docker_ip}:8080/v1/completions \
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    """Shell in the folder of the unpacked archive."""
+    """Shell in the folder with the unpacked archive."""
     folder = tmp_path_factory.mktemp("root")
     assert main(["shims", str(folder / "AscendCloud-LLM"), "ascend-vllm"]) == 0
     result = Shell(folder)
@@ -198,12 +199,12 @@ def served(shell: Shell) -> Iterator[Served]:
 
 
 def without_hosts(text: str) -> str:
-    """Return compact JSON without addresses of the machine; the order of keys is kept."""
+    """Return a rank table as compact JSON with empty addresses and the original order of keys."""
     return json.dumps(json.loads(re.sub(r'"(server_id|server_ip|device_ip)":\s*"[^"]*"', r'"\1": ""', text)))
 
 
 def ask(shell: Shell, served: Served, request: str) -> Any:
-    """Send a documented request with this server's address and model name; return the answer."""
+    """Send a documented request to this server, with its model name; return the parsed response."""
     text = request.replace("http://${docker_ip}:8080", served.root).replace("${container_model_path}", served.name)
     return json.loads(shell.output_of(text))
 
@@ -302,7 +303,7 @@ def test_invalid_rank_table_is_reported_in_one_line(
 
 @pytest.mark.row("vllm", "GLOBAL_RANK_TABLE_FILE_PATH", "RANK_TABLE_FILE_PATH", "NODE_PORTS")
 def test_prefill_and_decode_instances_equal_single_instance(shell: Shell, served: Served, tmp_path: Path) -> None:
-    """All documented steps are run, from rank tables to a chat at the scheduler's port; the scheduler has no engine."""
+    """All documented steps are run, from rank tables to a chat at the scheduler's port. The scheduler has no engine."""
     folder, ports = f"tables{tmp_path.name}", free_ports(3)
     shell.output_of(GEN.replace("./save_dir", folder))
     (table,) = (shell.folder / folder).glob("global_ranktable_*.json")
@@ -368,7 +369,7 @@ def test_model_is_required(served: Served) -> None:
 
 @pytest.mark.row("vllm", "temperature", "top_p", "top_k", "max_tokens", "stream", "n")
 def test_sampling_defaults_match_documentation(served: Served) -> None:
-    """The model's ``generation_config.json`` is not used: explicit defaults give the same sample."""
+    """The model's ``generation_config.json`` is ignored: explicit documented defaults give the same sample."""
     client = openai.OpenAI(base_url=served.url, api_key="none")
     fields: dict[str, Any] = {"model": served.name, "prompt": "Once upon a time", "seed": 3}
     fields["extra_body"] = {"ignore_eos": True}

@@ -1,4 +1,4 @@
-"""``penstock shims`` writes wrapper commands and modules of other systems, only on request."""
+"""``penstock shims`` writes wrapper commands and modules of other systems; the package itself installs none of them."""
 
 from __future__ import annotations
 
@@ -119,14 +119,14 @@ def test_foreign_file_is_not_overwritten_without_force(tmp_path: Path, capsys: p
     (tmp_path / "tritonserver").write_text("#!/bin/sh\necho the real one\n")
     assert main(["shims", str(tmp_path), "triton"]) == 2
     assert "tritonserver exists and was not written by" in capsys.readouterr().err
-    assert files(tmp_path) == {"tritonserver"}, "no file is written if one cannot be written"
+    assert files(tmp_path) == {"tritonserver"}, "no file may be written if one of them exists"
     assert main(["shims", str(tmp_path), "triton", "--force"]) == 0
-    assert main(["shims", str(tmp_path), "triton"]) == 0, "shims are overwritten"
+    assert main(["shims", str(tmp_path), "triton"]) == 0, "existing shims must be overwritten without --force"
     assert "the real one" not in (tmp_path / "tritonserver").read_text()
 
 
 def test_shims_run_from_any_folder_and_python(tmp_path: Path) -> None:
-    """The current folder has a module named penstock; some commands run in a Python without Penstock."""
+    """The current folder has an unrelated ``penstock.py``, and some commands run in a Python without Penstock."""
     shims, here = tmp_path / "shims", tmp_path / "here"
     assert main(["shims", str(shims)]) == 0
     here.mkdir()

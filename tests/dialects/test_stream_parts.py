@@ -1,7 +1,7 @@
 """Streamed answers of each dialect equal whole answers, however tokens are grouped into steps.
 
-Answers have texts, reasoning and tool calls in any order; steps are cut at random (``scripted_engine``). Official
-clients read the answers of dialects that have one.
+Answers have text, reasoning and tool calls in any order, and ``scripted_engine`` groups their tokens at random. Answers
+of dialects with an official client are read with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from scripted_engine import ScriptedServer, scripted_server
 
 EXAMPLES = int(os.environ.get("PENSTOCK_STREAM_PARTS", "12"))
-"""Number of random answers per format; each is requested in every dialect."""
+"""Number of random answers per format. Each is requested in every dialect."""
 QUESTION = [{"role": "user", "content": "Go on."}]
 SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}}
 NAMES = ("look", "write")
@@ -34,11 +34,11 @@ def _metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Part(NamedTuple):
     kind: str
-    """``reasoning``, ``content`` or ``call``."""
+    """Kind of the part: ``reasoning``, ``content`` or ``call``."""
     text: str
-    """Text, or arguments of a call."""
+    """Text of the part, or arguments of a call."""
     name: str = ""
-    """Function name of a call."""
+    """Function name of a call; "" for other kinds."""
 
 
 def hermes(parts: list[Part]) -> str:
@@ -80,7 +80,7 @@ CONTENT, REASONING = (st.builds(Part, st.just(kind), TEXT, st.just("")) for kind
 
 
 def answers(form: str) -> st.SearchStrategy[list[Part]]:
-    """Strategy of the answers that a format can express."""
+    """Return a strategy for the answers that the format can express."""
     if form == "harmony":
         return st.lists(CALL | CONTENT | REASONING, min_size=1, max_size=7)
     rest = st.lists(CALL | CONTENT, min_size=1, max_size=6)
@@ -88,7 +88,7 @@ def answers(form: str) -> st.SearchStrategy[list[Part]]:
 
 
 def joined(parts: Iterator[Part]) -> dict[str, Any]:
-    """Return the joined text of each kind, and the calls."""
+    """Return the concatenated text of each kind, and the list of calls."""
     parts = list(parts)
     texts = {kind: "".join(part.text for part in parts if part.kind == kind) for kind in ("reasoning", "content")}
     return texts | {"calls": [(part.name, part.text) for part in parts if part.kind == "call"]}
@@ -119,7 +119,7 @@ async def chat(server: ScriptedServer) -> tuple[Any, Any]:
         (choice,) = chunk.choices
         delta: Any = choice.delta
         kinds = [bool(delta.content), bool(getattr(delta, "reasoning_content", "")), bool(delta.tool_calls)]
-        assert sum(kinds) <= 1 and not (any(kinds) and choice.finish_reason), "a chunk has one part"
+        assert sum(kinds) <= 1 and not (any(kinds) and choice.finish_reason), "a chunk must have at most one part"
         assert not reasons
         reasons += [choice.finish_reason] * bool(choice.finish_reason)
         parts += [
@@ -215,7 +215,7 @@ async def responses(server: ScriptedServer) -> tuple[Any, Any]:
 
 
 async def lines(server: ScriptedServer, path: str, body: Any, headers: dict[str, str] | None = None) -> list[Any]:
-    """Return the JSON objects of a stream."""
+    """Return the documents of a stream of JSON lines."""
     answer = await server.http.post(path, json=body | {"stream": True}, headers=headers)
     assert answer.status_code == 200, answer.text
     data = [line.removeprefix("data:").strip() for line in answer.text.splitlines()]
@@ -285,7 +285,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any], Callable[[Any], str]]] = {
         lambda answer: answer.get("result") or answer.get("token", ""),
     ),
 }
-"""Endpoints whose answers are one text: path, body, and function that reads the text."""
+"""Endpoints that return a single text: path, body, and function that reads the text."""
 
 
 async def check_plain(server: ScriptedServer, name: str) -> None:

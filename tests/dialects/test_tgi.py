@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
 import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import BadRequestError, GenerationError, ValidationError
+from repository import ROOT
 from serving import Served, Servers
 
 from penstock import demo
+from penstock.config.settings import settings
 from penstock.text import Tokenizer
 
 PROMPT = "<|im_start|>user\nWhat is the capital of Canada?<|im_end|>\n<|im_start|>assistant\n"
@@ -35,7 +38,7 @@ def test_text_stream_equals_whole_text(client: InferenceClient) -> None:
     assert "Ottawa" in text
     assert client.text_generation(PROMPT, return_full_text=True) == PROMPT + text
     chunks = list(client.text_generation(PROMPT, stream=True))
-    assert len(chunks) > 2 and "".join(chunks) == text + "<|im_end|>"  # streams have special tokens, as in TGI
+    assert len(chunks) > 2 and "".join(chunks) == text + "<|im_end|>"  # as in TGI, only streams have special tokens
     assert len(Tokenizer(demo.CHAT).encode(client.text_generation(PROMPT, max_new_tokens=3))) == 3
 
 
@@ -52,7 +55,7 @@ def test_details_have_tokens_and_finish_reason(client: InferenceClient) -> None:
     assert details.generated_tokens == len(details.tokens)
     assert tokenizer.decode([token.id for token in details.tokens]) == whole.generated_text
     assert details.tokens[-1].special and not details.tokens[0].special
-    prefill: list[Any] = details.prefill  # the client does not convert these
+    prefill: list[Any] = details.prefill  # a list of dicts: the client does not convert it
     assert [token["id"] for token in prefill] == tokenizer.encode(PROMPT)
     assert prefill[0]["logprob"] is None and all(token["logprob"] <= 0 for token in prefill[1:])
     tops: Any = details.top_tokens
@@ -131,7 +134,7 @@ def test_generate_paths_and_info_are_served(client: InferenceClient, served: Ser
     body = {"inputs": PROMPT, "parameters": {"details": None}}
     text = client.text_generation(PROMPT)
     answer = httpx.post(f"{served.root}/generate", json=body)
-    assert answer.json() == {"generated_text": text}, "there are no details"
+    assert answer.json() == {"generated_text": text}, "details: null must return no details"
     for top_n in (0, 2):
         parameters = {"details": True, "top_n_tokens": top_n, "max_new_tokens": 2}
         request = {"inputs": PROMPT, "parameters": parameters if top_n else parameters | {"top_n_tokens": None}}
@@ -142,7 +145,7 @@ def test_generate_paths_and_info_are_served(client: InferenceClient, served: Ser
         assert (first["generated_text"], first["details"]) == (None, None)
         assert last["details"].keys() == {"finish_reason", "generated_tokens", "seed", "input_length"}
         assert ("top_tokens" in details) == ("top_tokens" in first) == (top_n > 0), (
-            "top_tokens is absent without top_n_tokens"
+            "top_tokens must be absent without top_n_tokens"
         )
     vllm_answer = httpx.post(
         f"{served.root}/generate", json={"prompt": PROMPT, "max_tokens": 60, "temperature": 0}
@@ -166,7 +169,7 @@ def test_post_to_root_path_requires_key() -> None:
 
 @pytest.mark.row("tgi", "/v1/chat/completions")
 def test_chat_completion_accepts_tgi_model_and_response_format(client: InferenceClient, served: Served) -> None:
-    """The client sends a placeholder as the model, and TGI's form of ``response_format``."""
+    """The client sends a placeholder as the model name, and TGI's variant of ``response_format``."""
     question = [{"role": "user", "content": "What is the capital of Canada?"}]
     whole = client.chat_completion(question, temperature=0)
     assert "Ottawa" in (whole.choices[0].message.content or "") and whole.model == "penstock-demo"
@@ -185,3 +188,18 @@ def test_chat_completion_accepts_tgi_model_and_response_format(client: Inference
     for wrong in ({"type": "json"}, {"type": "regex", "value": schema}, {"type": "text", "value": "[0-9]"}):
         with pytest.raises(BadRequestError, match=r"response_format\.value"):
             constrained(wrong)
+
+
+@pytest.mark.row("tgi", "--model-id", "--revision", "--max-input-tokens", "--max-total-tokens")
+@pytest.mark.row("tgi", "--max-batch-prefill-tokens", "--max-batch-total-tokens", "--cuda-memory-fraction")
+@pytest.mark.row("tgi", "--max-batch-size", "--max-concurrent-requests", "--num-shard", "--quantize", "--dtype")
+@pytest.mark.row("tgi", "--kv-cache-dtype", "--speculate", "--lora-adapters", "--cuda-graphs", "--hostname", "--port")
+@pytest.mark.row("tgi", "--api-key", "--cors-allow-origin", "--payload-limit", "--json-output", "--otlp-endpoint")
+@pytest.mark.row("tgi", "--disable-grammar-support", "--tokenizer-config-path", "--rope-scaling")
+@pytest.mark.row("tgi", "--waiting-served-ratio", "--max-waiting-tokens", "--max-best-of", "--max-stop-sequences")
+@pytest.mark.row("tgi", "--validation-workers", "--watermark-gamma", "--usage-stats")
+def test_options_for_flags_of_the_launcher_exist() -> None:
+    text = (ROOT / "docs/dialects/tgi.md").read_text(encoding="utf-8").partition("| launcher |")[2]
+    cells = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| `--")]
+    named = {flag for cell in cells for flag in re.findall(r"--[a-z][a-z-]+", cell)}
+    assert len(named) > 20 and named <= {setting.flag for setting in settings().values()}

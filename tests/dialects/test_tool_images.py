@@ -1,4 +1,4 @@
-"""Images in tool results, in each dialect, with chat templates that accept them there and templates that do not."""
+"""Images in tool results, in each dialect, with chat templates that accept or reject images in tool messages."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_tool_image_reaches_model_in_each_dialect(colours: str, template: str) -
                     "[tool]a screen<|vision_start|>" if template == "native" else "[tool]a screen[user]<|vision_start|>"
                 )
                 text = server.prompt.replace("\n", "")
-                if dialect is ollama:  # Ollama puts images before the text
+                if dialect is ollama:  # Ollama puts the images of a message before its text
                     shown = shown.replace("a screen<|vision_start|>", "<|vision_start|>")
                 assert shown in text and "So?" in text, (dialect.__name__, text)
 
@@ -152,7 +152,7 @@ def test_text_model_rejects_images(dialect: Callable[[ScriptedServer], Awaitable
 
 
 def test_refusal_in_history_is_text() -> None:
-    """``refusal`` is a content part of OpenAI's API."""
+    """``refusal`` is a content part in OpenAI's API."""
 
     async def check() -> None:
         async with scripted_server() as server:

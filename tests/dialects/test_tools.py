@@ -77,7 +77,7 @@ def test_arguments_are_streamed_in_chunks(client: openai.OpenAI) -> None:
     assert (streamed.content, streamed.reason) == (whole.content, whole.reason) == ("", "tool_calls")
     write = tool("write", text={"type": "string", "minLength": 500})
     long = ask(client, True, IN_PARIS, tools=[write], tool_choice="required", max_tokens=1000)
-    # a busy server puts several tokens in a chunk, but not hundreds
+    # a busy server puts several tokens in one chunk, but not all of them
     assert long.num_argument_chunks > 1 and long.calls[0][0] == "write"
 
 
@@ -116,7 +116,7 @@ FORMATS = {
     "pythonic": "[func_name1(params_name1=params_value1)]",
     "olmo3": "<function_calls>",
 }
-"""By format: text of a chat template from which the format is detected."""
+"""By format: fragment of a chat template from which the format is detected."""
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)

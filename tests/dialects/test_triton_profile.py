@@ -19,7 +19,7 @@ from penstock.cli.main import main
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Path:
-    """An engine folder like that of ``trtllm-build``."""
+    """Engine folder with the files that ``trtllm-build`` writes."""
     folder = tmp_path / "engine"
     folder.mkdir()
     built = {"max_batch_size": 256, "max_num_tokens": 10000, "max_input_len": 512, "max_output_len": 256}
@@ -42,7 +42,7 @@ def pairs(values: dict[str, str]) -> str:
 
 
 def filled(templates: Path, engine: Path, **changes: str) -> Path:
-    """Fill the documented repository with the documented commands, changing some values; return its folder."""
+    """Fill the documented repository with the documented commands and ``changes`` of values; return its folder."""
     tokenizer = f"tokenizer_dir:{demo.CHAT},triton_max_batch_size:256"
     bls = {"triton_max_batch_size": "256", "decoupled_mode": "False", "bls_instance_count": "1"}
     values = {

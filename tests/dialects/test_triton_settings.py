@@ -1,4 +1,4 @@
-"""Flags and config.pbtxt parameters of Triton: each sets an option, is ignored with a reason or rejected by name."""
+"""Triton's flags and config.pbtxt parameters: each sets an option, is ignored with a reason, or is rejected by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(repository: Path, folder: Path, model: str, line: str) -> list[str]:
-    """Copy the repository to a folder, replacing a line of a model's config.pbtxt; return the flags to use the copy."""
+    """Copy the repository to a folder, replacing a line of one model's config.pbtxt; return the flags for the copy."""
     for file in repository.glob("*/config.pbtxt"):
         text = file.read_text()
         if file.parent.name == model:
@@ -213,7 +213,7 @@ def test_parameter_sets_option(
 @pytest.mark.parametrize(
     ("model", "key", "good", "wrong", "message"),
     [
-        ("tensorrt_llm", "gpu_device_ids", "0", "0,1", "has 2 devices per instance, but the engine is for 1"),
+        ("tensorrt_llm", "gpu_device_ids", "0", "0,1", "has 2 devices per instance, but must have 1"),
         ("tensorrt_llm", "gpu_device_ids", "2;3", "0;2", "devices must have consecutive numbers"),
         ("tensorrt_llm", "decoding_mode", "top_k_top_p", "redrafter", "requests select the decoding mode"),
         ("tensorrt_llm", "normalize_log_probs", "true", "false", "it must be true"),
@@ -284,7 +284,7 @@ def test_neutral_parameter_values_are_accepted(
 def test_gpu_device_ids_set_device_and_data_parallel_size(
     capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path
 ) -> None:
-    """TensorRT-LLM's guide to the orchestrator mode runs several models, each on separate GPUs."""
+    """In the orchestrator mode of TensorRT-LLM's guide, several models run, each on separate GPUs."""
     gpus = has_gpus()
     for devices, expected, count in (("0", "auto", 1), ("2", "cuda:2", 1), ("2;3", "cuda:2", 2)):
         flags = changed(repository, tmp_path / devices, "tensorrt_llm", parameter("gpu_device_ids", devices))
@@ -302,7 +302,7 @@ def test_gpu_device_ids_set_device_and_data_parallel_size(
 def test_parameter_error_names_value(
     capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path, model: str, key: str, value: str
 ) -> None:
-    """The message names the value, and does not end with an empty list."""
+    """The message contains the value, and does not end with an empty list of allowed values."""
     flags = changed(repository, tmp_path / "models", model, parameter(key, value))
     if main(["config", "--compat", "triton", *flags]) == 2:
         (line,) = capsys.readouterr().err.splitlines()

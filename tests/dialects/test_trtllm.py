@@ -1,4 +1,4 @@
-"""TensorRT-LLM's convert, quantize and build commands: their output folders, errors, and effect on the server."""
+"""TensorRT-LLM's convert, quantize and build commands: their output folders, errors, and effect on server options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.cli.compat.trtllm import COMMANDS
 
 
 def run(command: str, **flags: Any) -> CommandResult:
-    """Run a command in this process. A flag with the value True is passed without a value."""
+    """Run a command in this process. A flag with the value True is passed as a switch, without a value."""
     arguments = [
         argument
         for name, value in flags.items()
@@ -89,7 +89,7 @@ def test_weight_only_formats_set_server_options(
 def test_calibrated_formats_write_checkpoint(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, qformat: str, algorithm: str, method: str, quantization: str
 ) -> None:
-    """The calibration data is a folder of JSON Lines files. The command may be repeated."""
+    """The calibration data is a folder of JSON Lines files. A second run of the command succeeds."""
     (tmp_path / "datas").mkdir()
     lines = [json.dumps({"text": f"Tell me about number {number}."}) for number in range(60)]
     (tmp_path / "datas" / "texts.jsonl").write_text("\n".join(lines))
@@ -132,7 +132,7 @@ def test_build_limits_set_server_limits(capsys: pytest.CaptureFixture[str], tmp_
     assert found["pretrained_config"]["checkpoint"] == str(demo.CHAT)
     repository = filled(write_templates(tmp_path / "a"), tmp_path / "engine", triton_max_batch_size="7")
     text = (repository / "tensorrt_llm" / "config.pbtxt").read_text()
-    (repository / "tensorrt_llm" / "config.pbtxt").write_text(text.replace('"1"', '""'))  # unset max_beam_width
+    (repository / "tensorrt_llm" / "config.pbtxt").write_text(text.replace('"1"', '""'))  # max_beam_width is unset
     settings = config(capsys, "--model-repository", str(repository))
     assert {option: settings[option] for option, _ in LIMITS.values()} == dict(LIMITS.values())
     both = {"max_input_len": 60, "max_output_len": 40}
@@ -197,8 +197,8 @@ def test_tp_and_pp_size_set_server_parallelism(
         ("trtllm-build", {"checkpoint_dir": demo.CHAT}, "run one of them with --model_dir"),
         ("trtllm-build", {"max_batchsize": 3}, "did you mean --max_batch_size?"),
         ("trtllm-build", {"workers": 0}, "--workers: must be at least 1, is 0"),
-        ("trtllm-build", {"output_dir": demo.CHAT}, "is the model's own folder; name another"),
-        ("trtllm-build", {"output_dir": demo.CHAT.parent}, "already; name a folder that is empty or new"),
+        ("trtllm-build", {"output_dir": demo.CHAT}, "is the folder of the model: name another"),
+        ("trtllm-build", {"output_dir": demo.CHAT.parent}, ": name an empty or new folder"),
     ],
 )
 def test_invalid_flag_is_rejected_by_name(tmp_path: Path, command: str, flags: dict[str, Any], message: str) -> None:

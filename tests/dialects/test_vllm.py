@@ -1,4 +1,4 @@
-"""vLLM 0.5 as in Ascend's documentation: ``/generate``, sampling rules, and the flags of start commands."""
+"""vLLM 0.5 as described by Ascend's documentation: ``/generate``, sampling rules, and flags of start commands."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def served(shims: Path) -> Iterator[Served]:
 
 
 def exit_status(*arguments: str) -> object:
-    """Return the exit status of a command, also if argparse exits."""
+    """Return the exit status of a command, also if argparse raises ``SystemExit``."""
     try:
         return main(list(arguments))
     except SystemExit as ended:
@@ -50,7 +50,7 @@ def exit_status(*arguments: str) -> object:
 
 
 def curl(url: str, body: dict[str, Any]) -> bytes:
-    """Send a request with curl, as the documentation does."""
+    """Send a request with curl, as in the documentation."""
     command = ["curl", "-sS", "-X", "POST", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
 
@@ -69,13 +69,13 @@ def test_generate_returns_prompt_and_output(served: Served) -> None:
 
 @pytest.mark.row("vllm", "stream")
 def test_each_stream_object_has_whole_text_so_far(served: Served) -> None:
-    """The stream is read with ``requests``, as by vLLM 0.5's client."""
+    """The test reads the stream with ``requests``, like vLLM 0.5's client."""
     body = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "n": 1, "stream": True}
     body |= {"ignore_eos": True, "skip_special_tokens": False}
     answer = requests.post(f"{served.root}/generate", json=body, stream=True, timeout=60)
     chunks = answer.iter_lines(chunk_size=8192, decode_unicode=False, delimiter=b"\0")
     texts = [json.loads(chunk.decode("utf-8"))["text"][0] for chunk in chunks if chunk]
-    assert len(texts) > 1  # a busy server puts several tokens in an object
+    assert len(texts) > 1  # a busy server puts several tokens in one object
     for before, after in itertools.pairwise(texts):
         assert after.startswith(before) and after != before
     whole = json.loads(curl(f"{served.root}/generate", body | {"stream": False}))
@@ -111,7 +111,7 @@ WRONG = [
 def test_invalid_sampling_field_is_rejected_by_name(served: Served, wrong: dict[str, Any], field: str) -> None:
     for path in ("/generate", "/v1/completions"):
         if (path, field) == ("/v1/completions", "max_tokens"):
-            continue  # allowed with echo
+            continue  # /v1/completions allows max_tokens=0, for use with echo
         answer = httpx.post(served.root + path, json={"prompt": PROMPT, **wrong})
         assert answer.status_code == 400, (path, answer.text)
         assert answer.json()["error"]["param"] == field, path
@@ -135,7 +135,7 @@ def test_stop_and_ignore_eos_set_end_of_output(served: Served) -> None:
     assert reasons == ["stop", "length"] and endless["usage"]["completion_tokens"] == 30
 
 
-def test_documented_chat_and_guided_json_work(served: Served) -> None:
+def test_documented_chat_and_guided_json_are_answered(served: Served) -> None:
     body = {"model": "qwen", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 100, "top_k": -1}
     body |= {"top_p": 1, "temperature": 0, "ignore_eos": False, "stream": False}
     answer = json.loads(curl(f"{served.url}/chat/completions", body))
@@ -245,7 +245,7 @@ VALUES = {
     "--kv-cache-dtype": "int8",
     "--quantization": "w8a8",
 }
-"""By flag that has the name of an option: a value."""
+"""By flag with the name of an option: a value."""
 
 
 @pytest.mark.row("vllm", "--model", "--host", "--port", "--max-model-len", "--max-num-seqs", "--tokenizer", "--seed")
@@ -254,7 +254,7 @@ VALUES = {
 @pytest.mark.row("vllm", "--ssl-keyfile", "--ssl-certfile", "--max-num-batched-tokens", "--enable-lora")
 @pytest.mark.row("vllm", "--enable-prefix-caching")
 def test_flags_of_same_name_set_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """Flags are given as ``--name value`` and as ``--name=value``, switches without a value."""
+    """Flags are given as ``--name value`` and ``--name=value``; switches are given without a value."""
     for joined in (False, True):
         flags = ["--enable-lora", "--enable-prefix-caching"]
         for name, value in VALUES.items():

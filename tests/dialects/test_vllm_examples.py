@@ -1,6 +1,6 @@
-"""vLLM's example clients from its source distribution, run unmodified against a server with the built-in model.
+"""vLLM's example clients, run unmodified against a server with the built-in model.
 
-The examples are downloaded by the test; they connect to port 8000.
+The test downloads vLLM's source distribution. The examples connect to port 8000.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ EXAMPLES = (
     "api_client.py --n 1 --stream",
     "pooling/openai_embedding_client.py",
 )
-"""Examples that work with a small text model: others need images or correct tool calls."""
+"""Examples that succeed with a small text model. The others need images or correct tool calls."""
 
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vllm")
-    # pip cannot build the metadata: it fails after unpacking the files, which --no-clean keeps.
+    # pip fails to build the package's metadata after it has unpacked the files; --no-clean keeps them.
     options = ["--no-deps", "--no-binary", "vllm", "--no-build-isolation", "--no-clean", "--dest", str(folder)]
     command = [sys.executable, "-m", "pip", "download", *options, f"vllm=={VERSION}"]
     ran = subprocess.run(command, env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True)

@@ -248,7 +248,7 @@ def test_help_lists_vllm_flags_separately(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Server started with ``vllm serve MODEL …``."""
+    """Server started by ``vllm serve MODEL …``."""
     folder = tmp_path_factory.mktemp("shims")
     assert main(["shims", str(folder), "vllm"]) == 0
     flags = "-tp 1 --trust-remote-code --enforce-eager --dtype auto --enable-auto-tool-choice --tool-call-parser hermes"
@@ -277,7 +277,7 @@ def test_override_generation_config_sets_defaults_and_limit(served: Served) -> N
     beyond = ask(served, max_tokens=21)
     assert beyond.status_code == 400 and "more than max_output_len (20)" in beyond.json()["error"]["message"]
     sampled = {ask(served, temperature=1, seed=seed).json()["choices"][0]["text"] for seed in range(4)}
-    assert sampled != {first["choices"][0]["text"]}, "values of the request override it"
+    assert sampled != {first["choices"][0]["text"]}, "the request's temperature must override the default"
 
 
 @pytest.mark.row("vllm", "--root-path")
@@ -290,7 +290,7 @@ def test_root_path_prefix_is_optional_in_requests(served: Served) -> None:
         assert "unknown model" in httpx.get(f"{served.root}{prefix}/v2/models/none").json()["error"]
     for path in ("/behind/ab/health", "/behind/health", "/behind/a/behind/a/health"):
         assert httpx.get(f"{served.root}{path}").status_code == 404
-    assert '<base href="/behind/a/">' in httpx.get(f"{served.root}/behind/a").text  # the web page
+    assert '<base href="/behind/a/">' in httpx.get(f"{served.root}/behind/a").text  # path of the web page
     assert httpx.get(f"{served.root}/behind/a/openapi.json").json()["servers"] == [{"url": "/behind/a"}]
 
 

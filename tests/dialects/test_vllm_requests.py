@@ -1,4 +1,4 @@
-"""vLLM's extensions of OpenAI's API: fields of requests and answers, and endpoints for operators."""
+"""vLLM's extensions of OpenAI's API: fields of requests and answers, and operator endpoints."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_reasoning_has_both_field_names(plain: httpx.Client) -> None:
 
 
 def test_vllm_example_reads_reasoning(client: openai.OpenAI) -> None:
-    """``reasoning`` is sent back with the next turn; in a stream, a delta with that attribute has a string."""
+    """As in vLLM's example: the next turn has ``reasoning``; in a stream, it is always a string if present."""
     first: Any = client.chat.completions.create(model=MODEL, messages=SUM, extra_body=THINKING, temperature=0)  # type: ignore[arg-type]
     message = first.choices[0].message
     again = [*SUM, {"role": "assistant", "content": message.content, "reasoning": message.reasoning}, *CAPITAL]
@@ -113,7 +113,7 @@ def test_vllm_example_reads_reasoning(client: openai.OpenAI) -> None:
 
 
 def test_vllm_examples_call_tools(client: openai.OpenAI) -> None:
-    """A delta without calls is read as ``reasoning``; the assistant's message is sent back without content."""
+    """As in vLLM's example: deltas without calls are read as ``reasoning``; the message with calls has no content."""
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
     messages: Any = [{"role": "user", "content": "巴黎的天气怎么样？"}]
@@ -294,7 +294,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "mm_hashes": [[]],
     "trace_context": [""],
 }
-"""Unsupported fields of vLLM and FastDeploy, with their values that have no effect."""
+"""Unsupported fields of vLLM and FastDeploy, each with the values that have no effect and are accepted."""
 
 
 @pytest.mark.row("vllm", "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "repetition_detection")
@@ -320,7 +320,8 @@ def test_known_fields_are_accepted_or_rejected_by_name(plain: httpx.Client, path
         ("media_io_kwargs", {"video": {"fps": 1}}),
     ):
         refused = plain.post(f"/v1/{path}", json=body | {name: media_options})
-        reason = "this model does not support images" if "messages" in body else "is for chats only"
+        chat_only = "is for chats only; leave it out, or use /v1/chat/completions"
+        reason = "this model does not support images" if "messages" in body else chat_only
         assert (refused.status_code, refused.json()["error"]["message"]) == (400, f"{name}: {reason}")
     accepted = {
         "mm_processor_kwargs": {},
@@ -361,7 +362,7 @@ WHOLE = {"city": "Ottawa", "at": {"x": 1}}
 
 @pytest.mark.row("vllm", "strict")
 def test_strict_schema_requires_listed_properties_only(plain: httpx.Client) -> None:
-    """Objects of a strict schema have all listed properties, and no others."""
+    """Every listed property is required, and no other is allowed."""
     json_schema = {"name": "answer", "schema": STRICT, "strict": True}
     response_format = {"type": "json_schema", "json_schema": json_schema}
     sampling = {"temperature": 5, "max_tokens": 200}
@@ -392,7 +393,7 @@ def test_score_accepts_alternative_field_names(plain: httpx.Client, names: tuple
 @pytest.mark.row("vllm", "GET /ping", "GET /load", "GET /server_info", "GET /tokenizer_info")
 def test_operator_endpoints_report_server_state(served: Served, plain: httpx.Client) -> None:
     for method in ("GET", "POST", "HEAD"):
-        assert httpx.request(method, f"{served.root}/ping").status_code == 200, "no key is required"
+        assert httpx.request(method, f"{served.root}/ping").status_code == 200, "/ping must not require a key"
     for path in ("/load", "/server_info", "/tokenizer_info"):
         assert httpx.get(served.root + path).status_code == 401
     assert plain.get("/load").json() == {"server_load": 0}
@@ -424,7 +425,7 @@ def test_abort_requests_reaches_all_api_processes(served: Served, plain: httpx.C
         with plain.stream("POST", "/v1/completions", json=body | {"request_id": f"long-{i}"}) as stream:
             lines = stream.iter_lines()
             next(lines)
-            with httpx.Client(base_url=served.root, headers=plain.headers) as other:  # a separate connection
+            with httpx.Client(base_url=served.root, headers=plain.headers) as other:  # open a separate connection
                 request_ids = f"cmpl-long-{i}" if i % 2 else [f"long-{i}", "unknown"]
                 assert other.post("/abort_requests", json={"request_ids": request_ids}).status_code == 200
             rest = [line for line in lines if line]

@@ -56,18 +56,18 @@ def test_named_classes_and_functions_exist() -> None:
 
 
 def test_functions_of_request_flow_are_in_their_files() -> None:
-    """Lines such as ``Engine.add   engine/engine.py``."""
+    """The page has lines such as ``Engine.add   engine/engine.py``."""
     found = re.findall(r"^ +([A-Z]\w+)(?:\.(\w+))? +(\w+(?:/\w+)+\.py)", PAGES["request.md"], re.MULTILINE)
     assert len(found) > 25
     for owner, method, path in found:
         text = (ROOT / "src/penstock" / path).read_text(encoding="utf-8")
-        if method and f"class {owner}" not in text:  # the owner is an instance
+        if method and f"class {owner}" not in text:  # the owner is an instance, not a class
             assert re.search(rf"def {method}\b", text), (owner, method, path)
         else:
             assert re.search(rf"\b(class|def) {method or owner}\b", text), (owner, method, path)
 
 
-def test_table_of_packages_is_complete() -> None:
+def test_table_of_packages_has_every_package() -> None:
     listed = set(re.findall(r"^\| `src/penstock/(\w+)/` \|", PAGES["index.md"], re.MULTILINE))
     assert listed == {path.parent.name for path in (ROOT / "src/penstock").glob("*/__init__.py")}
 
@@ -83,7 +83,7 @@ def test_overview_links_every_page() -> None:
 
 
 def test_drawings_are_up_to_date(drawings: dict[str, str]) -> None:
-    """Update them with ``python scripts/docs drawings``."""
+    """Update the drawings with ``python scripts/docs drawings``."""
     assert {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.svg")} == drawings
     assert set(re.findall(r"\(([\w.]+\.svg)\)", TEXT)) == set(drawings)
 

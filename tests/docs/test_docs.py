@@ -3,9 +3,9 @@
 - All Python blocks run. In README.md, features.md and the cookbook, shell blocks (``sh``) followed by a ``text`` block
   run, too; the ``text`` block is the expected output.
 - http://127.0.0.1:8000 is a server with the options of the last ``penstock serve`` above.
-- Models of the hub, of packages or of /models are replaced with the built-in model, or on some pages with a vision or
+- Models of the hub, of packages or of /models are replaced by the built-in model, or on some pages by a vision or
   speech model of tests/support.
-- The parser of ``penstock`` parses all commands, also those that cannot run here.
+- The parser of ``penstock`` parses all commands, also commands that cannot run in a test.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 ADDRESS = "http://127.0.0.1:8000"
 MODELS = {"images_and_video.md": "colours", "multimodal.md": "colours", "audio.md": "speech"}
-"""Fixture of the model by page, if it is not the built-in model."""
+"""Fixture of the model by page; pages that are not listed use the built-in model."""
 MODEL = re.compile(r"\bQwen/[\w.-]+|/models/[\w.-]+|\bpypi:[\w.+=-]+")
 STORES = ("responses.md", "storage.md")
 IGNORED_OPTIONS = set(
@@ -47,7 +47,7 @@ IGNORED_OPTIONS = set(
     "--gpu-memory-utilization --enable-auto-tool-choice --storage-dir --storage-url --storage-quota --storage-limit "
     "--api-key --batch-concurrency --compat --engine-worker-queue-port --splitwise-role --innode-prefill-ports".split()
 )
-"""Options of documented servers that the tests set themselves, or that do not change the responses."""
+"""Options of documented servers that the tests set to other values, or that do not change the responses."""
 
 
 MESSAGES = [{"role": "user", "content": "What is the capital of Canada?"}]
@@ -63,7 +63,7 @@ class Example(NamedTuple):
     output: str | None
     """Documented output; None: not checked."""
     flags: tuple[str, ...]
-    """Options of its server."""
+    """Options of the server that the block uses."""
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -81,7 +81,7 @@ def commands(shell: str) -> Iterator[list[str]]:
         lexer.whitespace_split = True
         try:
             found = list(lexer)
-        except ValueError:  # a line of a here-document or of quoted text
+        except ValueError:  # the line is part of a here-document or of quoted text
             continue
         while "penstock" in found:
             found = found[found.index("penstock") + 1 :]
@@ -217,7 +217,7 @@ def test_documented_commands_are_parsed(page: str, capsys: pytest.CaptureFixture
             try:
                 parse(command)
             except SystemExit as result:
-                if result.code == 0:  # --help
+                if result.code == 0:  # --help exits with status 0
                     continue
                 pytest.fail(f"{page}: penstock {' '.join(command)}: {capsys.readouterr().err}")
 

@@ -14,7 +14,7 @@ def processes() -> dict[str, Called]:
     return streamed_chat()
 
 
-def test_streamed_chat_passes_few_files(processes: dict[str, Called]) -> None:
+def test_streamed_chat_uses_at_most_max_files(processes: dict[str, Called]) -> None:
     counts = {name: len(files) for name, files in processes.items()}
     assert max(counts.values()) <= MAX_FILES, (counts, processes)
 

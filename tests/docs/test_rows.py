@@ -11,7 +11,7 @@ SYSTEMS = sorted(path.stem for path in (ROOT / "docs/dialects").glob("*.md"))
 
 
 def rows(text: str) -> list[str]:
-    """Names of the rows of all tables: the code in the first cell, or the whole cell if it has no code."""
+    """Names of the rows of all tables: the code in the first cell, or the text of a first cell without code."""
     found: list[str] = []
     lines = text.splitlines()
     for i, line in enumerate(lines):
@@ -31,7 +31,7 @@ def table_above(lines: list[str], i: int) -> list[str]:
 
 @cache
 def marks() -> list[list[str]]:
-    """Arguments of all ``row`` marks."""
+    """Arguments of all ``row`` marks of the tests: a system and names of rows."""
     texts = [path.read_text() for path in TESTS.rglob("test_*.py")]
     nodes = [node for text in texts if "pytest.mark.row(" in text for node in ast.walk(ast.parse(text))]
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.row"]
@@ -69,7 +69,7 @@ def test_chinese_dialect_tables_have_same_rows(system: str) -> None:
 def test_chinese_page_has_same_commands_and_tables(page: str) -> None:
     chinese = "README.zh-CN.md" if page == "README" else f"docs/zh/{page.removeprefix('docs/')}.md"
     texts = [(ROOT / name).read_text() for name in (f"{page}.md", chinese)]
-    if page != "docs/dialects":  # whose comments are translated
+    if page != "docs/dialects":  # the comments in its commands are translated
         assert len({tuple(re.findall(r"^```.*?^```", text, flags=re.M | re.S)) for text in texts}) == 1
     assert len({sum(line.startswith("|") for line in text.splitlines()) for text in texts}) == 1
     for name, text in zip((f"{page}.md", chinese), texts, strict=True):

@@ -31,7 +31,7 @@ LOADED = {"script", "img", "iframe", "source", "video", "audio", "embed", "objec
 
 
 class Page(HTMLParser):
-    """URLs and anchors of a page."""
+    """Parser that collects the URLs and anchors of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_pages_load_nothing_from_other_hosts(site: dict[Path, Page]) -> None:
         assert not re.search(r"url\(\s*['\"]?(https?:)?//|@import", sheet.read_text(encoding="utf-8")), sheet
 
 
-def test_generated_pages_are_complete(site: dict[Path, Page]) -> None:
+def test_generated_pages_have_options_routes_and_classes(site: dict[Path, Page]) -> None:
     options, routes, python = (
         site[SITE / f"reference/{name}/index.html"].text for name in ("options", "routes", "python")
     )
@@ -135,7 +135,7 @@ def address(site: dict[Path, Page]) -> Iterator[str]:
 
 
 def test_pages_link_to_their_translation(site: dict[Path, Page]) -> None:
-    """Chinese pages also have ``lang="zh"``."""
+    """Chinese pages also have the attribute ``lang="zh"``."""
     for path, page in site.items():
         name = path.relative_to(SITE).as_posix()
         if name == "404.html":
@@ -154,7 +154,7 @@ def test_version_selector_lists_versions(site: dict[Path, Page], tmp_path: Path)
         from versions import add_version
     finally:
         sys.path.pop(0)
-    for version in ("0.9", "0.10", "0.9"):  # replaces an older version
+    for version in ("0.9", "0.10", "0.9"):  # the last call replaces an existing version
         add_version(SITE, tmp_path, version)
     listed = json.loads((tmp_path / "versions.json").read_text())
     assert [(each["version"], each["aliases"]) for each in listed] == [("0.10", ["latest"]), ("0.9", [])]
@@ -171,7 +171,7 @@ def test_version_selector_lists_versions(site: dict[Path, Page], tmp_path: Path)
         page.wait_for_url(f"{root}latest/")
         page.goto(f"{root}0.9/cookbook/qwen3/")
         page.get_by_text("older version").wait_for()
-        page.locator(".md-version__current").hover(force=True)  # the list then covers it
+        page.locator(".md-version__current").hover(force=True)  # opens the list, which covers this element
         page.locator(".md-version__link", has_text="0.10").click()
         page.wait_for_url(f"{root}0.10/")
         page.goto(f"{root}0.10/cookbook/qwen3/")
@@ -183,7 +183,7 @@ def test_version_selector_lists_versions(site: dict[Path, Page], tmp_path: Path)
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
 def test_search_finds_pages_in_both_languages(site: dict[Path, Page], address: str) -> None:
-    """Without requests to other hosts, and without script errors."""
+    """The search sends no requests to other hosts, and causes no script errors."""
     from playwright.sync_api import sync_playwright
 
     urls: list[str] = []

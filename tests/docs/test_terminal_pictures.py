@@ -1,4 +1,4 @@
-"""The screens of ``penstock top`` and ``penstock chat`` in a terminal, and their pictures in docs/.
+"""Screens of ``penstock top`` and ``penstock chat`` in a terminal, and their pictures in docs/.
 
 The environment variable ``PENSTOCK_TERMINAL_PICTURES=docs`` updates the pictures of docs/terminal.md.
 """

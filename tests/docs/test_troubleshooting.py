@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes messages that Penstock prints, and options that exist."""
+"""Messages and options quoted in docs/troubleshooting.md exist in Penstock's sources."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 OTHER_OPTIONS = set(
     "--gpus --cpus --no-cache-dir --force-reinstall --no-deps --help --version --url --once --compat --config".split()
 )
-"""Options of docker, pip and commands that are not settings."""
+"""Options of docker, pip and Penstock's commands that are not in ``settings()``."""
 
 
 def message_cells() -> list[str]:
-    """Code of the first cell of each row."""
+    """Messages of the page: the code in the first cell of each row."""
     rows = [line.split(" | ")[0] for line in PAGE.splitlines() if line.startswith("| ")]
     return [code for row in rows for code in re.findall(r"`([^`]+)`", row) if len(code) > 15]
 
@@ -34,11 +34,11 @@ def sources() -> str:
 TEXT = sources()
 PUNCTUATION = "(): ,;."
 MIN_LENGTH = 7
-"""Minimum characters of a literal: shorter ones prove nothing."""
+"""Minimum characters of a literal: shorter literals would match any message."""
 
 
 def is_printed(part: str) -> bool:
-    """Whether a part of a message is a literal of the sources, or several literals, one after the other."""
+    """True if a part of a message is a literal of the sources, or a sequence of several literals."""
     part = re.sub(r"^\w+: ", "", part).strip(PUNCTUATION)
     if part in TEXT:
         return True

@@ -1,4 +1,4 @@
-"""``AsyncLLM`` with a real engine process: streams, cancellation, overload, deadlines, killed and stopped engines."""
+"""``AsyncLLM`` with a real engine process: streams, cancellation, overload, deadlines, and engines that die or stop."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ async def started(**options: Any) -> AsyncIterator[AsyncLLM]:
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine, then check that it left no open file and no child process."""
-    zmq.Context.instance().socket(zmq.DEALER).close()  # ZeroMQ's threads start with the first socket and stay
+    """Run a coroutine, then check that no open file and no child process is left."""
+    zmq.Context.instance().socket(zmq.DEALER).close()  # start ZeroMQ's threads now: their file descriptors stay open
     files, before = open_resources()
     asyncio.run(asyncio.wait_for(coroutine, 120))
     limit = time.monotonic() + 60
     while open_resources()[0] > files and time.monotonic() < limit:
-        time.sleep(0.01)  # a thread of ZeroMQ closes sockets in the background
+        time.sleep(0.01)  # a background thread of ZeroMQ closes the sockets
     assert open_resources()[0] <= files
     assert open_resources()[1] == before
 
 
 def open_resources() -> tuple[int, set[int]]:
-    """Number of open files of this process, and its child processes."""
+    """Return the number of open file descriptors of this process, and the process ids of its children."""
     return len(list(Path("/proc/self/fd").iterdir())), set(children(os.getpid()))
 
 
@@ -58,7 +58,7 @@ async def first(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     return await anext(stream)
 
 
-def test_streamed_outputs_grow_to_output_of_llm() -> None:
+def test_streamed_outputs_are_prefixes_of_llm_output() -> None:
     async def streams() -> None:
         params = SamplingParams(temperature=1.0, seed=5, max_tokens=60, n=2)
         (expected,) = LLM(num_gpu_blocks_override=200).chat(STORY, params, use_tqdm=False)
@@ -72,7 +72,7 @@ def test_streamed_outputs_grow_to_output_of_llm() -> None:
                 num_outputs += 1
             assert [o.text for o in output.outputs] == [o.text for o in expected.outputs]
             assert [o.finish_reason for o in output.outputs] == [o.finish_reason for o in expected.outputs]
-            assert num_outputs > 1  # tokens may be merged on a busy machine
+            assert num_outputs > 1  # a busy machine merges outputs
             repeated = await asyncio.gather(*(last(llm.chat(STORY, params)) for _ in range(20)))
             assert {o.outputs[0].text for o in repeated} == {expected.outputs[0].text}
 
@@ -86,7 +86,7 @@ def test_closed_stream_is_aborted_and_timeout_ends_request() -> None:
             await first(stream)
             await stream.aclose()
             answered = await last(llm.chat(STORY, SamplingParams(max_tokens=1)))
-            assert answered.finished, "the only row was not freed"
+            assert answered.finished, "the closed stream did not free the only row"
             timed_out = await last(llm.chat(STORY, LONG, timeout=0.05))
             assert timed_out.outputs[0].finish_reason == "error"
             assert timed_out.outputs[0].failure is not None
@@ -96,7 +96,7 @@ def test_closed_stream_is_aborted_and_timeout_ends_request() -> None:
 
 
 def test_invalid_text_or_timeout_is_refused_with_field() -> None:
-    """A lone surrogate, which Python's JSON decoder accepts, and a timeout of NaN."""
+    """The text is a lone surrogate, which Python's JSON decoder accepts; the timeout is NaN."""
 
     async def ask() -> None:
         async with started() as llm:
@@ -141,7 +141,7 @@ def test_killed_engine_fails_its_streams_and_is_restarted() -> None:
                     break
                 except PenstockError as error:
                     assert error.failure.retryable
-                    await asyncio.sleep(0.05)  # wait before the retry, as a client would
+                    await asyncio.sleep(0.05)  # clients wait before they retry
             assert len(answered.outputs[0].token_ids) == 5
 
     run(kill())
@@ -161,7 +161,7 @@ def test_stopped_engine_drains_and_exits_with_status_0() -> None:
 
 
 def test_slow_reader_gets_complete_output() -> None:
-    """Also if a stop string ended the text while the engine was ahead. A request id may be used again."""
+    """The reader is slower than the engine, and a stop string ends the text. A request id may be used again."""
 
     async def read() -> None:
         async with started() as llm:
@@ -174,7 +174,7 @@ def test_slow_reader_gets_complete_output() -> None:
                     [{"role": "user", "content": "What is the capital of Canada?"}], params, request_id="mine"
                 )
                 first_output = await first(stream)
-                await last(llm.chat(STORY, LONG.replace(max_tokens=100)))  # the first has ended long before
+                await last(llm.chat(STORY, LONG.replace(max_tokens=100)))  # meanwhile, the unread stream ends
                 output = [first_output, *[later async for later in stream]][-1]
                 assert output.request_id == "mine"
                 assert output.finished
@@ -199,8 +199,8 @@ def test_requests_running_at_drain_timeout_fail() -> None:
 
 
 def test_stalled_engine_keeps_clients_and_deadlines() -> None:
-    """Keep-alive messages that arrive while the engine is stopped count. The deadlines are those of a running request
-    and of one sent while the engine is stopped."""
+    """While the engine is stopped, keep-alive messages of clients still count, and a running and a new request time
+    out."""
 
     async def stall() -> None:
         async with started() as llm:
@@ -224,7 +224,7 @@ def test_stalled_engine_keeps_clients_and_deadlines() -> None:
 
 
 def test_hanging_engine_is_killed_and_restarted() -> None:
-    """Its streams end with an error; requests sent in the meantime are refused."""
+    """The open stream ends with an error. Requests are refused until the new engine is ready."""
 
     async def hang() -> None:
         async with started(engine_iteration_timeout=4.0) as llm:
@@ -238,7 +238,7 @@ def test_hanging_engine_is_killed_and_restarted() -> None:
                 await last(llm.chat(STORY, LONG))
             assert refused.value.failure.retryable
             output = await last(stream)
-            assert time.monotonic() - stopped < 50  # the default is a minute
+            assert time.monotonic() - stopped < 50  # the default engine_iteration_timeout is a minute
             assert output.outputs[0].failure is not None
             assert output.outputs[0].failure.retryable
             assert (await llm.gateway.engine_pool.ready()).pid != llm.ready.pid

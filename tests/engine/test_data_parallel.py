@@ -1,4 +1,4 @@
-"""Data parallelism: answers equal to one engine's, routing by cached prefix, adapters, and an engine that dies."""
+"""Data parallelism: answers equal to a single engine's, prefix-aware routing, adapters, and an engine that dies."""
 
 from __future__ import annotations
 
@@ -53,29 +53,29 @@ def complete(served: Served, **body: Any) -> dict[str, Any]:
 
 
 def choices(answer: dict[str, Any]) -> Any:
-    """Texts and logprobs of an answer: the parts that do not depend on id and time."""
+    """Return the parts of an answer that do not depend on id and time: text and logprobs of each choice."""
     return [(choice["text"], choice["logprobs"]) for choice in answer["choices"]]
 
 
 def metric(served: Served, name: str) -> dict[str, float]:
-    """Values of a metric by engine."""
+    """Return the values of a metric by engine number."""
     page = httpx.get(f"{served.root}/metrics").text
     return {engine: float(value) for engine, value in re.findall(rf'{name}{{engine="(\d)".*}} (\S+)', page)}
 
 
 def engines(served: Served) -> list[int]:
-    """Process ids by replica, which is the order of their start."""
+    """Return the engine process ids, by replica number."""
     return served.pids["engine"]
 
 
 def num_open(served: Served) -> int:
-    """Number of open requests."""
+    """Return the number of requests that are open on the server."""
     (count,) = re.findall(r"penstock:num_requests_open{.*} (\S+)", httpx.get(f"{served.root}/metrics").text)
     return int(float(count))
 
 
 class Stream:
-    """A long streamed completion whose first chunk has arrived."""
+    """A long streamed completion whose first chunk has been received."""
 
     def __init__(self, served: Served, n: int = 1) -> None:
         self._response = httpx.stream("POST", f"{served.url}/completions", json={**LONG, "n": n, "stream": True})
@@ -83,7 +83,7 @@ class Stream:
         self._first = next(self._lines)
 
     def rest(self) -> list[Any]:
-        """Return all its chunks, the error included if there is one."""
+        """Return all chunks of the stream, including a final error."""
         data = [line.removeprefix("data: ") for line in (self._first, *self._lines)]
         self._response.__exit__(None, None, None)
         return [json.loads(chunk) for chunk in data if chunk != "[DONE]"]
@@ -101,8 +101,8 @@ def test_data_parallel_answers_equal_single_engine(served: Served) -> None:
 
 
 def test_request_is_routed_to_engine_with_cached_prefix(served: Served) -> None:
-    """Prompts are spread over both engines by load; then each prefix is found again, also next to a request with eight
-    sequences."""
+    """Load balancing spreads the prompts over both engines. Prompts with the same prefix are then sent to the engine
+    that caches it, also while one engine runs eight sequences."""
     with ThreadPoolExecutor(len(STORIES) + 1) as threads:
         threads.submit(complete, served, prompt="One two three", n=8, max_tokens=300, ignore_eos=True)
         list(threads.map(lambda story: complete(served, prompt=story), STORIES))
@@ -116,11 +116,11 @@ def test_request_is_routed_to_engine_with_cached_prefix(served: Served) -> None:
 
 
 def test_dead_engine_fails_started_requests_only(served: Served) -> None:
-    """Its stream ends with an error, its waiting requests are computed by the other engine, and it is restarted."""
+    """The stream of the killed engine gets an error, its waiting requests run on the other engine, and it restarts."""
     expected = choices(complete(served, prompt="The sea", temperature=0))
     whole = complete(served, **LONG)["choices"][0]["text"]
     until(lambda: sum(metric(served, RUNNING).values()) == 0)
-    started = Stream(served, n=8)  # runs until the engines have reported it
+    started = Stream(served, n=8)  # the stream must outlast the wait below for the engine's report
     until(lambda: sum(metric(served, RUNNING).values()) > 0)
     number = int(max(running := metric(served, RUNNING), key=lambda engine: running[engine]))
     first, second = engines(served)[number], engines(served)[1 - number]
@@ -146,7 +146,7 @@ def test_dead_engine_fails_started_requests_only(served: Served) -> None:
 
 
 def test_adapters_are_loaded_in_every_engine(tmp_path: Path) -> None:
-    """Also in an engine that was not running when they were loaded and unloaded, by either API process."""
+    """A restarted engine gets the adapters that were loaded meanwhile. Both API gateways can use them."""
     model = save(Qwen3Config(**SMALL, head_dim=16, sliding_window=None), tmp_path)
     get_peft_model(model, LoraConfig(r=3, init_lora_weights=False)).save_pretrained(tmp_path / "adapter")
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -190,7 +190,7 @@ def test_adapters_are_loaded_in_every_engine(tmp_path: Path) -> None:
 
 
 def test_request_refused_by_full_engine_runs_on_another() -> None:
-    """Even if the full engine has its prefix cached. A request that every engine refuses gets one engine's error."""
+    """The request's prefix is cached in the full engine only. If both engines are full, it gets an error from one."""
     prompt = {"prompt_token_ids": list(range(10, 210))}
     params = SamplingParams(max_tokens=20, ignore_eos=True)
 

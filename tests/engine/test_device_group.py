@@ -1,4 +1,4 @@
-"""Device groups: ranks gather tensors, over Gloo instead of NCCL."""
+"""Device groups: ranks gather tensors. The test uses Gloo in place of NCCL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings: compared with transformers and sentence-transformers, in any batch, and over HTTP."""
+"""Embeddings: equal to transformers and sentence-transformers, independent of the batch, and served over HTTP."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PROMPTS = [random_prompt(length, length) for length in (1, 16, 40, 130, 256)]
 
 @torch.inference_mode()
 def states(model: Any, prompt: list[int]) -> Tensor:
-    """Hidden states after the last norm, ``[tokens, hidden]``."""
+    """Return the hidden states after the last norm, ``[tokens, hidden]``."""
     found: Tensor = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0]
     return found
 
@@ -67,7 +67,7 @@ def assert_close(ours: list[float], theirs: Tensor) -> None:
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 @pytest.mark.parametrize("pooling_type", ["last", "mean"])
 def test_embeddings_equal_pooled_hidden_states_of_transformers(base: Path, pooling_type: Any, ops: str) -> None:
-    """Chunks of 50 tokens; the longest prompt fills the context."""
+    """Prompts are computed in chunks of 50 tokens; the longest fills the context."""
     if ops == "cpu":
         pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     llm = LLM(base, dtype="float32", ops=ops, pooling_type=pooling_type, max_num_batched_tokens=50, **OPTIONS)
@@ -94,7 +94,7 @@ def test_embeddings_equal_pooled_hidden_states_of_transformers(base: Path, pooli
     ids=str,
 )
 def test_embedding_bits_do_not_depend_on_batch(qwen3: Path, options: dict[str, Any]) -> None:
-    """The same bits next to generating requests, in chunks of any size, with cached prefixes and after preemption."""
+    """Bits are the same in a batch with generating requests, for any chunk size, cached prefixes and preemption."""
     pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     rng = Random("embed")
     requests: list[EngineRequest] = []
@@ -117,7 +117,7 @@ def test_embedding_bits_do_not_depend_on_batch(qwen3: Path, options: dict[str, A
 
     fixed = OPTIONS | {"model": str(qwen3), "max_model_len": 256} | options
     single, alone = Engine(engine_options(**fixed, enable_prefix_caching=False)), dict[str, bytes]()
-    for request in requests[1::2]:  # the embedding requests
+    for request in requests[1::2]:  # every second request is an embedding request
         alone |= run(single, [request])
     assert len(alone) == 12
     preempted = 0
@@ -161,11 +161,11 @@ def test_adapter_changes_embeddings_as_in_peft(qwen3: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("pooling", ["lasttoken", "mean"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_sentence_transformers_checkpoint_sets_pooling(tmp_path: Path, pooling: str, normalize: bool) -> None:
-    """A decoder without a language model head; its tensor names have no prefix."""
+    """The checkpoint is a decoder without a language model head, with tensor names that lack the usual prefix."""
     from sentence_transformers import (
         SentenceTransformer,
         models,
-    )  # takes more than a second, and only this test needs it
+    )  # imported here because the import takes more than a second
 
     torch.manual_seed(0)
     model = AutoModel.from_config(CONFIGS["qwen3"])
@@ -235,7 +235,7 @@ def test_openai_client_gets_embeddings_of_llm(client: openai.OpenAI, llm: LLM) -
     expected = [output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)]
     ids = [llm.get_tokenizer().encode(text) for text in TEXTS]
     for given in (TEXTS, ids):
-        answer = client.embeddings.create(model="penstock-demo", input=given)  # in base64, the client's default
+        answer = client.embeddings.create(model="penstock-demo", input=given)  # the client requests base64 by default
         assert [entry.embedding for entry in answer.data] == expected
         assert [entry.index for entry in answer.data] == [0, 1, 2]
         assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))

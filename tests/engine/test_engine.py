@@ -1,4 +1,4 @@
-"""Faults within an engine: a failure ends the affected requests only; a device that has failed ends the engine."""
+"""Faults within an engine: a failing request ends the affected sequences only; a failed device ends the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.engine.spec_decode.speculation import MAX_FAILURES
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
 NAN_TOKEN = 299
-"""Token with an embedding of NaN: all logits of a prompt with it are NaN."""
+"""Token with an embedding of NaN. All logits of a prompt that contains it are NaN."""
 LONGEST, SIZE, BLOCKS = 128, 16, 24
 
 
@@ -51,7 +51,7 @@ def request(name: str, prompt: list[int], **params: Any) -> EngineRequest:
 
 
 class Output(NamedTuple):
-    """Output of a sequence."""
+    """Collected output of one sequence."""
 
     token_ids: list[int]
     logprobs: list[Any]
@@ -65,7 +65,7 @@ class Output(NamedTuple):
 
 
 def run(engine: Engine, requests: Iterable[EngineRequest]) -> dict[tuple[str, int], Output]:
-    """Run requests to their end; return outputs by request id and sequence index."""
+    """Run requests to their end; return the outputs by (request id, sequence index)."""
     for one in requests:
         engine.add(one)
     found: dict[tuple[str, int], Output] = {}
@@ -82,7 +82,7 @@ def run(engine: Engine, requests: Iterable[EngineRequest]) -> dict[tuple[str, in
 
 
 def bits(found: dict[tuple[str, int], Output], prefix: str = "") -> dict[tuple[str, int], Any]:
-    """Parts of the outputs that must not depend on other requests, for request ids with a prefix."""
+    """Return the parts of the outputs that must not depend on other requests, for all request ids with the prefix."""
     return {name: output.bits for name, output in found.items() if name[0].startswith(prefix)}
 
 
@@ -97,7 +97,7 @@ PARAMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("speculative", ["", '{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}'])
 def test_nan_logits_fail_their_sequence_only(checkpoint: Path, speculative: str) -> None:
-    """Other requests keep every bit, in the same batch and later in its blocks."""
+    """Requests in the same batch, and later requests in the freed blocks, keep every bit."""
     good = [request(f"good {i}", [5, 6, 7, 8] * 4 + [i], **params) for i, params in enumerate(PARAMS)]
     bad = [request(f"bad {i}", [i, NAN_TOKEN] * 20, **params) for i, params in enumerate(PARAMS)]
     engine = start(checkpoint, speculative_config=speculative)
@@ -112,11 +112,11 @@ def test_nan_logits_fail_their_sequence_only(checkpoint: Path, speculative: str)
     assert len(failed) == 9
     for output in failed:
         assert output.failure and output.failure.code is Code.INTERNAL and "are not finite" in output.failure.message
-        assert output.cached_tokens == 0, "wrong blocks were found in the prefix cache"
+        assert output.cached_tokens == 0, "blocks with NaN were found in the prefix cache"
 
 
 def test_sequence_without_allowed_token_fails(checkpoint: Path) -> None:
-    """Known only during generation: the second token of a bad word is the only allowed token."""
+    """The failure occurs at the second token: each allowed token is then the end of a bad word."""
     params = {"allowed_token_ids": (5, 6), "bad_word_ids": ((6, 5), (5, 5), (5, 6), (6, 6))}
     other = request("other", [7, 8])
     engine = start(checkpoint)
@@ -189,7 +189,7 @@ def test_failed_device_ends_all_requests_and_engine(checkpoint: Path, device: Fa
 def test_failing_draft_model_fails_no_request(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With weights of NaN; the last of ``MAX_FAILURES`` failures ends drafting until the engine restarts."""
+    """All weights of the draft model are NaN. Drafting stops after ``MAX_FAILURES`` failures, until a restart."""
     save(Qwen3Config(**SMALL, head_dim=32, sliding_window=None), tmp_path)
     set_embeddings_to_nan(tmp_path, slice(None))
     requests = [request(str(i), [3, 4, 5, i], **PARAMS[i % 4]) for i in range(MAX_FAILURES + 4)]
@@ -222,7 +222,7 @@ def test_failed_draft_ends_drafting_of_its_sequence(
 
 
 def test_failed_sampling_accepts_no_draft(checkpoint: Path) -> None:
-    """The second generated token has a draft, and no token is allowed in its place."""
+    """A draft exists for the second generated token, but no token is allowed there."""
     params = {"allowed_token_ids": (5, 6), "bad_word_ids": ((6, 5), (5, 5), (5, 6), (6, 6))}
     engine = start(checkpoint, speculative_config='{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}')
     found = run(engine, [request("none", [5, 6] * 8, temperature=0, return_perf_metrics=True, **params)])

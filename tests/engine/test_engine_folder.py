@@ -1,4 +1,4 @@
-"""Engine folders: same outputs as their checkpoint, recorded limits, killed builds, damaged folders."""
+"""Engine folders: answers equal to the checkpoint's, recorded limits, resumed builds, and damaged folders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint of a family with biases and an untied head."""
+    """Checkpoint of a model family with biases and a separate language model head."""
     folder = tmp_path_factory.mktemp("checkpoint")
     save(Qwen2Config(**SMALL, tie_word_embeddings=False), folder)
     return folder
@@ -59,7 +59,7 @@ def build(
 
 
 def answers(folder: Path, **options: Any) -> tuple[str, list[Any]]:
-    """Version of the weights, and all generated tokens with logprobs."""
+    """Return the weights version, and the generated tokens with logprobs of each prompt."""
     llm = LLM(folder, **OPTIONS | options)
     with closing(llm.engine):
         return llm.engine.info.weights_version, generated(llm)
@@ -118,7 +118,7 @@ def test_replicas_share_memory_of_weights(engine: Path) -> None:
 
 
 def mapping(pid: int, file: Path) -> dict[str, int]:
-    """Sizes of the mapping of a file in a process, in KiB."""
+    """Return the sizes (KiB) of a process's memory mapping of a file, by name in /proc/PID/smaps."""
     text = Path(f"/proc/{pid}/smaps").read_text()
     begin = re.search(rf"^\S+ r--s .* {file.stat().st_ino} +{file}$", text, re.MULTILINE)
     assert begin, text
@@ -173,11 +173,14 @@ def test_recorded_limits_are_default_options(engine: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: is 2, and .* was built for 1: leave it out, or build"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: is 2, and .* was built for 1"),
-        ({"quantization": "w8a8"}, "quantization: is w8a8, and .* was built for none"),
-        ({"dtype": "bfloat16"}, "dtype: is bfloat16, and .* was built for float32"),
-        ({"ops": "reference"}, "built for kernels of layout cpu-3, and the kernels here have reference-3; build it"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: is 2, but .* was built with 1: leave it out, or build"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: is 2, but .* was built with 1"),
+        ({"quantization": "w8a8"}, "quantization: is w8a8, but .* was built with none"),
+        ({"dtype": "bfloat16"}, "dtype: is bfloat16, but .* was built with float32"),
+        (
+            {"ops": "reference"},
+            "built for kernels with layout cpu-3; the kernels here use layout reference-3; build it",
+        ),
     ],
 )
 def test_options_contradicting_the_build_are_refused(engine: Path, options: dict[str, Any], message: str) -> None:
@@ -187,7 +190,7 @@ def test_options_contradicting_the_build_are_refused(engine: Path, options: dict
 
 
 def edit_config(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Return a function that damages a folder by a change of its ``config.json``."""
+    """Return a function that damages an engine folder by changing its ``config.json``."""
 
     def apply(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -198,7 +201,7 @@ def edit_config(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Non
 
 
 def edit_shard(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    """Return a function that damages a folder by a change of its shard."""
+    """Return a function that damages an engine folder by changing the bytes of its only shard."""
 
     def apply(folder: Path) -> None:
         shard = folder / "rank_0" / "weights-00000.packed"
@@ -208,7 +211,7 @@ def edit_shard(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 
 
 def edit_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Return a function that damages a folder by a change of its shard's header, with a matching checksum."""
+    """Return a function that damages an engine folder by changing its shard's header (with a correct checksum)."""
 
     def changed(data: bytes) -> bytes:
         length = int.from_bytes(data[8:16], "little")
@@ -233,7 +236,7 @@ def replace_shard_by_fifo(folder: Path) -> None:
     os.mkfifo(folder / "rank_0" / "weights-00000.packed")
 
 
-REBUILD_HINT = r": run the same penstock build again \(the checkpoint was /.*\)$"
+REBUILD_HINT = r": run the same penstock build again \(from the checkpoint /.*\)$"
 DAMAGES = {
     "cut": (edit_shard(lambda data: data[:-100]), r"cannot be used .it has \d+ bytes instead of \d+." + REBUILD_HINT),
     "cut in its header": (edit_shard(lambda data: data[:50]), "cannot be used .its header is damaged." + REBUILD_HINT),
@@ -270,25 +273,25 @@ DAMAGES = {
         ),
         "its header is inconsistent.*" + REBUILD_HINT,
     ),
-    "other version": (edit_config(lambda built: built.update(producer="9.9")), "by Penstock 9.9, and this is"),
+    "other version": (edit_config(lambda built: built.update(producer="9.9")), "by Penstock 9.9; this is"),
     "other layout": (
         edit_config(lambda built: built.update(layout="cpu-9")),
-        "of layout cpu-9, and the kernels here have",
+        "with layout cpu-9; the kernels here use",
     ),
     "other weights": (
         edit_config(lambda built: built.update(weights_version="x")),
-        "is of another build than" + ".*" + REBUILD_HINT,
+        "are from different builds" + ".*" + REBUILD_HINT,
     ),
-    "other layers": (edit_config(lambda built: built.update(layers=[2])), "stages of these numbers of layers: 2"),
+    "other layers": (edit_config(lambda built: built.update(layers=[2])), "stages with 2 layers"),
     "size of zero": (
         edit_config(lambda built: built.update(tensor_parallel_size=0)),
-        "has an inconsistent engine_config; build the folder",
+        "engine_config is inconsistent",
     ),
     "unexpected option": (
         edit_config(lambda built: built.update(options={"chat_template": "/etc/passwd"})),
-        "has an inconsistent engine_config; build the folder",
+        "engine_config is inconsistent",
     ),
-    "text instead of numbers": (edit_config(lambda built: built.update(layers="../..")), "has a damaged engine_config"),
+    "text instead of numbers": (edit_config(lambda built: built.update(layers="../..")), "engine_config is damaged"),
     "unfinished": (
         lambda folder: (folder / "config.json").rename(folder / "config.json.part"),
         "has not finished: run the same command again",
@@ -327,7 +330,7 @@ def test_killed_build_is_resumed(tmp_path: Path, workers: int, kills: int) -> No
             pass
         building.kill()
         building.wait()
-        if (folder / "config.json").exists():  # the build ended before the kill
+        if (folder / "config.json").exists():  # the build was completed before the kill
             assert digest(folder) == expected
     times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.packed")}
     assert main(command[3:]) == 0
@@ -336,7 +339,7 @@ def test_killed_build_is_resumed(tmp_path: Path, workers: int, kills: int) -> No
 
 
 def written(folder: Path) -> int:
-    """Number of files; complete files count twice."""
+    """Return a measure of the build's progress: one per partial file and two per complete file."""
     return sum(2 - path.name.endswith(".part") for path in folder.rglob("*.*"))
 
 
@@ -350,16 +353,16 @@ def test_second_build_in_same_folder_replaces_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--output-dir OTHER", "output_dir: OTHER holds notes.txt already; name a folder that is empty or new"),
+        ("--output-dir OTHER", "output_dir: OTHER already has notes.txt: name an empty or new folder"),
         (
             "--output-dir CHECKPOINT --model CHECKPOINT",
-            "output_dir: CHECKPOINT is the model's own folder; name another",
+            "output_dir: CHECKPOINT is the folder of the model: name another",
         ),
         ("--output-dir NOTES", "output_dir: NOTES cannot be written: File exists"),
         ("--output-dir NEW --model ENGINE", "model: ENGINE is an engine folder already: name the checkpoint"),
         ("--output-dir NEW --tensor-parallel-size 7", "--tensor-parallel-size: "),
         ("--output-dir NEW --pipeline-parallel-size 32", "--pipeline-parallel-size: is 32, more than"),
-        ("--output-dir NEW --max-model-len 999999", "--max-model-len: is 999999, and this model has a context of"),
+        ("--output-dir NEW --max-model-len 999999", "--max-model-len: is 999999; this model has a context of"),
         ("--output-dir NEW --workers 0", "workers: must be at least 1, is 0"),
         ("--output-dir NEW --max-shard-size 5XB", "'5XB' is not a size such as 5GB or 500MB"),
     ],

@@ -1,4 +1,4 @@
-"""The engine process: clients that send invalid messages, and a device that fails."""
+"""The engine process: invalid messages from clients, and a failed device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMAND = (sys.executable, "-m", "penstock.engine.service.server")
 
 
 class Client:
-    """A separate engine process and a socket to it."""
+    """A client with its own engine process."""
 
     def __init__(self, folder: Path) -> None:
         address = f"ipc://{folder}/engine"
@@ -67,7 +67,7 @@ class Client:
             self.send(engine_messages.encode(engine_messages.KeepAlive()))
 
     def deltas(self, enough: Callable[[list[TokenDelta]], bool], limit: float = 60.0) -> list[TokenDelta]:
-        """Receive deltas until ``enough`` returns True for them."""
+        """Receive deltas until ``enough`` returns True; return all of them."""
         found: list[TokenDelta] = []
         deadline = time.monotonic() + limit
         self._send_keep_alive()
@@ -80,11 +80,11 @@ class Client:
         return found
 
     def find(self, text: str, limit: float = 60.0) -> None:
-        """Wait until the log contains a text."""
+        """Wait until the engine's log contains a text."""
         deadline = time.monotonic() + limit
         while text not in (log := self._log.read_text()):
             assert time.monotonic() < deadline, log
-            self.deltas(lambda found: True)  # sends keep-alive messages
+            self.deltas(lambda found: True)  # the call sends keep-alive messages
             time.sleep(0.05)
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ def encoded_add(name: Any, sampling: Any, **fields: Any) -> bytes:
 
 
 def nested(depth: int) -> bytes:
-    """Encode arrays nested to a depth."""
+    """Encode empty arrays nested to a depth, as msgpack."""
     return b"\x91" * depth + b"\x90"
 
 
@@ -130,7 +130,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_invalid_request_fails_alone(engine: Client, kind: str) -> None:
+def test_invalid_request_does_not_affect_other_request(engine: Client, kind: str) -> None:
     engine.add("good", max_tokens=4)
     engine.send(UNREADABLE[kind])
     found = engine.deltas(ended("good", "bad"))
@@ -159,7 +159,7 @@ def test_invalid_message_is_ignored(engine: Client) -> None:
 
 
 def test_vocabulary_is_read_before_first_guided_request(engine: Client) -> None:
-    """While the engine is idle, as reading it would delay running requests."""
+    """The idle engine reads the vocabulary in advance, because reading it later would delay running requests."""
     engine.send(
         engine_messages.encode(
             engine_messages.SetVocabulary(Vocabulary((demo.CHAT / "tokenizer.json").read_text(), [0]))

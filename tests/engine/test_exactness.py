@@ -1,4 +1,4 @@
-"""Contract 2 (batch invariance): a request gets the same tokens and logprob bytes in any batch and with any number of
+"""Contract 2 (batch invariance): tokens and logprobs of a request are bit-identical in any batch, with any number of
 ranks.
 
 About 200 random schedules are run here; ``make exactness`` runs 10,000 in ten portions with different requests. At
@@ -31,26 +31,26 @@ from penstock.ops import reference
 
 SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "200"))
 LARGEST = 64 if SCHEDULES >= 1000 else 24
-"""Number of requests to draw from, and of requests in the largest schedules."""
+"""Number of distinct requests, and maximum number of requests in a schedule."""
 SEED = os.environ.get("PENSTOCK_EXACTNESS_SEED", "")
-"""Seed: each text gives different requests and schedules."""
+"""Seed of the requests and schedules (any text)."""
 BLOCK = 16
 LONGEST = 256
 ADAPTERS = ("a", "b")
 PROCESSES = 1.0 if executors.DEFAULT == "mp" else 0.02 if SCHEDULES >= 1000 else 0.0
-"""Share of the engines with worker processes. The first engine of each kind always has them."""
+"""Share of the engines that have worker processes. The first engine of each kind always has them."""
 GRIDS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))
-"""(tensor, pipeline) parallel sizes of engines with worker processes; the first engine of kind i has entry i."""
+"""(tensor, pipeline) parallel sizes of the engines with worker processes. The first engine of kind i has entry i."""
 SCHEDULES_PER_START = 10 if SCHEDULES >= 1000 else 4
-"""Number of schedules per engine with worker processes, which takes seconds to start."""
+"""Number of schedules per engine with worker processes (starting one takes seconds)."""
 Result = dict[int, tuple[list[int], bytes]]
-"""Tokens and encoded probabilities (logprobs, prompt logprobs, logits) of a request, by sequence index."""
+"""Results of a request by sequence index: tokens, and encoded logprobs, prompt logprobs and logits."""
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}  # divisible by four ranks
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}  # four ranks can divide the heads
     model = save(Qwen3Config(**SMALL | heads, head_dim=16, sliding_window=None), folder)
     for rank, name in enumerate(ADAPTERS, 3):
         config = LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
@@ -67,7 +67,7 @@ GUESSING = {"num_speculative_tokens": 2, "adaptive": False}
 NGRAM = json.dumps(GUESSING | {"method": "ngram", "prompt_lookup_min": 1})
 
 OPS = os.environ.get("PENSTOCK_EXACTNESS_OPS", "auto")
-"""Kernels to test; ``cuda``: those of a GPU, in the engine's process."""
+"""``ops`` option of the engines. ``cuda`` selects GPU kernels, which run in the engine's process."""
 cpu: Any = None
 if OPS != "cuda":
     cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
@@ -81,9 +81,9 @@ KINDS = [
     "bfloat16 wint8 auto",
     "bfloat16 wint4-g32 int8",
 ]
-"""Data type, quantization of the weights, data type of the KV cache."""
+"""Kinds of engines: data type, quantization of the weights, and data type of the KV cache."""
 SCHEDULES_PER_KIND = -(-SCHEDULES // len(KINDS))
-"""Number of schedules of each kind."""
+"""Number of schedules per kind."""
 
 
 def start(checkpoint: Path, kind: str, **options: Any) -> Engine:
@@ -98,7 +98,7 @@ def start(checkpoint: Path, kind: str, **options: Any) -> Engine:
 
 
 def vocabulary() -> Vocabulary:
-    """A vocabulary with a token for each byte, and three tokens of two bytes."""
+    """Return a vocabulary with a token for each byte, and three tokens of two bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "b"), ("1", "1"), ('"', "a")]
     tokens = ["<eos>", *alphabet, *map("".join, merges)]
@@ -123,7 +123,7 @@ CONSTRAINTS = (
 
 
 def draw_request(rng: Random, number: int) -> EngineRequest:
-    """Draw a request that is at least three of the smallest blocks long at its end. Some prompts share a prefix."""
+    """Draw a request with at least three blocks (of the smallest size) at its end. Some prompts share a prefix."""
     prompt = [2 + i for i in range(rng.choice((0, 20, 60)))] + [
         rng.randrange(2, 300) for _ in range(rng.randint(1, 100))
     ]
@@ -137,7 +137,7 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
         "return_generation_logits": number % 5 == 1,
     }
     more = rng.randint(4, 32)
-    if rng.random() < 0.15:  # all beams together must fit in the smallest cache
+    if rng.random() < 0.15:  # short beam searches: all beams must fit into the smallest cache
         prompt, more = prompt[-20:], min(more, BLOCK)
         drawn = {"n": rng.randint(1, 3), "best_of": 3, "temperature": 0, "use_beam_search": True}
         drawn["logprobs"] = (None, 0)[number % 2]
@@ -158,7 +158,7 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
 
 
 class Steps(Protocol):
-    """An engine, or several engines driven as one."""
+    """Interface of an engine, or of several engines that are driven as one."""
 
     @property
     def busy(self) -> bool: ...
@@ -167,7 +167,7 @@ class Steps(Protocol):
 
 
 def answers(engine: Steps, requests: list[EngineRequest], rng: Random | None = None) -> dict[str, Result]:
-    """Run all requests to their end; with ``rng`` they arrive at random steps."""
+    """Run all requests to their end; return their results. With ``rng``, requests arrive at random steps."""
     outputs: dict[str, dict[int, list[Any]]] = {r.request_id: {} for r in requests}
     left = list(requests)
     while left or engine.busy:
@@ -180,7 +180,7 @@ def answers(engine: Steps, requests: list[EngineRequest], rng: Random | None = N
 
 
 def append(sequences: dict[int, list[Any]], delta: TokenDelta) -> None:
-    """Add a delta to the outputs of its request, by sequence index."""
+    """Append a delta to the outputs of its sequence."""
     output = sequences.setdefault(delta.sequence, [[], [], [], bytearray()])
     output[0] += delta.token_ids
     output[1] += delta.logprobs or ([] if delta.cumulative_logprob is None else [delta.cumulative_logprob])
@@ -196,7 +196,7 @@ def results(outputs: dict[str, dict[int, list[Any]]]) -> dict[str, Result]:
 
 
 def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None) -> dict[str, Result]:
-    """Like ``answers``; also check that every block was freed."""
+    """Return ``answers`` after checking that every block was freed."""
     found = answers(engine, requests, rng)
     assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
     assert not (engine.kv_offloading and engine.kv_offloading.has_stores)
@@ -206,10 +206,10 @@ def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None
 def draw_engine(
     rng: Random, checkpoint: Path, kind: str, requests: int, processes: bool, grid: tuple[int, int]
 ) -> Engine:
-    """Draw an engine. Most have just the blocks of one sequence of maximum length. Steps are longer with more requests,
-    to bound the test's duration."""
+    """Draw an engine. Most have only the blocks for one sequence of maximum length. The token budget grows with the
+    number of requests, to limit the test's duration."""
     block_size = rng.choice((BLOCK, BLOCK, 2 * BLOCK, 3 * BLOCK))
-    fewest = max(-(-LONGEST // block_size), 9)  # three blocks for each beam
+    fewest = max(-(-LONGEST // block_size), 9)  # at least three blocks per beam
     tensor_parallel_size, pipeline_parallel_size = grid
     drafted = NGRAM if pipeline_parallel_size > 1 else json.dumps(GUESSING | {"model": str(checkpoint)})
     return start(
@@ -238,18 +238,18 @@ def draw_engine(
 
 
 class Counts(NamedTuple):
-    """Statistics of the schedules that were run."""
+    """Totals over the schedules that were run."""
 
     schedules: int
     over_ranks: int
-    """Schedules over several ranks or pipeline stages."""
+    """Number of schedules over several tensor-parallel ranks or pipeline stages."""
     requests: int
     sequences: int
     preempted: int
-    """Sequences that were preempted at least once."""
+    """Number of sequences that were preempted at least once."""
     preemptions: int
     wrong: int
-    """Requests whose results differ from those computed alone."""
+    """Number of requests with results that differ from those computed alone."""
 
     def __str__(self) -> str:
         return ", ".join(f"{count} {name}" for name, count in self._asdict().items())
@@ -291,11 +291,11 @@ def count_differences(checkpoint: Path, kind: str, schedules: int, ranks_first: 
 def test_results_do_not_depend_on_batch(checkpoint: Path, kind: str) -> None:
     counts = count_differences(checkpoint, kind, SCHEDULES_PER_KIND)
     print(f"\n{kind}: {counts}")
-    assert counts.wrong == 0, f"{counts.wrong} of {counts.requests} requests"
+    assert counts.wrong == 0, f"{counts.wrong} of {counts.requests} requests differ"
 
 
 def test_fifth_of_sequences_is_preempted(checkpoint: Path) -> None:
-    """A sequence preempted several times counts once."""
+    """A sequence that is preempted several times counts once."""
     total = Counts(
         *map(sum, zip(*(count_differences(checkpoint, kind, SCHEDULES_PER_KIND) for kind in KINDS), strict=True))
     )
@@ -305,21 +305,21 @@ def test_fifth_of_sequences_is_preempted(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_reordered_sum_changes_results(checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers sum in two parts if there is more than one row, as a batched library might."""
+    """Linear layers sum in two parts if there is more than one row, as a batched library might: this is detected."""
     if cpu is None:
-        pytest.skip("replaces a CPU kernel")
+        pytest.skip("needs the CPU kernels, one of which is replaced")
     linear = cpu.linear
 
     def split_linear(x: torch.Tensor, matrix: Any, out_float32: bool = False, out: None = None) -> torch.Tensor:
         if len(x) == 1:
             return linear(x, matrix, out_float32)
-        end = x.shape[1] // 3  # within a range that any kernel sums at once
+        end = x.shape[1] // 3  # every kernel computes this range as a single sum
         first, second = x.clone(), x.clone()
         first[:, end:], second[:, :end] = 0, 0
         total = linear(first, matrix, True) + linear(second, matrix, True)
         return total if out_float32 else total.to(x.dtype)
 
-    monkeypatch.setitem(globals(), "PROCESSES", 0)  # worker processes would have the original
+    monkeypatch.setitem(globals(), "PROCESSES", 0)  # worker processes would use the original kernel
     monkeypatch.setattr(cpu, "linear", split_linear)
     monkeypatch.setattr(cpu, "capture", reference.capture)  # a captured graph would not call the replacement
     assert count_differences.__wrapped__(checkpoint, kind, 3, ranks_first=False).wrong > 0

@@ -1,4 +1,4 @@
-"""Worker processes: killed, hanging and failing workers end requests and engine cleanly; the ring between processes."""
+"""Worker processes that are killed, hang or fail end requests and engine with an error; rings between processes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def request(name: str, **params: Any) -> EngineRequest:
 
 
 def worker_of(parent: int) -> int:
-    """Process id of the only worker of a process."""
+    """Return the process id of a process's only worker."""
     return worker_pids(parent)["penstock-rank0"]
 
 
@@ -79,7 +79,7 @@ def run(engine: Engine) -> list[TokenDelta]:
 
 
 def test_statistics_do_not_wait_for_steps_in_flight(checkpoint: Path) -> None:
-    """Waiting for them would leave the workers idle."""
+    """Waiting for the steps would leave the workers idle."""
     with closing(start(checkpoint, max_concurrent_batches=2, engine_iteration_timeout=5.0)) as engine:
         engine.add(request("a"))
         engine.step()
@@ -91,7 +91,7 @@ def test_statistics_do_not_wait_for_steps_in_flight(checkpoint: Path) -> None:
 
 
 def lose_worker(engine: Engine, stop: Callable[[], None]) -> str:
-    """End a worker under load with ``stop``, check that every sequence fails, and return the engine's message."""
+    """End a worker under load by calling ``stop``; check that every sequence fails; return the error message."""
     for number in range(4):
         engine.add(request(str(number), n=2))
     for _ in range(5):
@@ -127,7 +127,7 @@ def test_hanging_worker_is_killed(checkpoint: Path, depth: int) -> None:
 
 
 def test_result_too_large_to_send_fails_its_step(checkpoint: Path, tmp_path: Path) -> None:
-    """Hidden states of 4 GiB; pages that are never written take no memory."""
+    """The step's result would be 4 GiB of hidden states (untouched pages, which take no memory)."""
     flag = tmp_path / "large"
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent(f"""
@@ -158,7 +158,7 @@ def test_result_too_large_to_send_fails_its_step(checkpoint: Path, tmp_path: Pat
 
 
 def test_prompt_logits_too_large_to_send_are_refused(tmp_path: Path) -> None:
-    """8,192 tokens with 131,072 logits of four bytes each."""
+    """The logits would take 4 GiB: 8,192 tokens with 131,072 logits of four bytes each."""
     config = Qwen3Config(
         **SMALL | {"vocab_size": 2**17, "max_position_embeddings": 8300, "num_hidden_layers": 1}, head_dim=32
     )
@@ -176,7 +176,7 @@ def test_prompt_logits_too_large_to_send_are_refused(tmp_path: Path) -> None:
 
 
 def test_worker_ends_when_engine_is_killed(checkpoint: Path) -> None:
-    """SIGKILL of the engine's process in the middle of a step."""
+    """The engine's process is killed in the middle of a step."""
     code = textwrap.dedent("""
         import sys, msgspec
         from penstock.config.options import EngineOptions
@@ -200,7 +200,7 @@ def test_worker_ends_when_engine_is_killed(checkpoint: Path) -> None:
 
 
 def test_interrupted_step_leaves_no_tokens_for_next_request(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the engine waits for a step."""
+    """Ctrl-C is pressed while the engine waits for a step."""
     repeated = request("again", temperature=0, max_tokens=20)
     with closing(start(checkpoint)) as engine:
         engine.add(repeated)
@@ -222,7 +222,7 @@ def test_interrupted_step_leaves_no_tokens_for_next_request(checkpoint: Path, mo
 
 
 def test_failed_start_leaves_no_worker(checkpoint: Path) -> None:
-    """The error is found after the weights are loaded."""
+    """The start fails after the workers have loaded the weights."""
     with pytest.raises(PenstockError, match="kv_cache_sequences"):
         start(checkpoint, num_gpu_blocks_override=0, kv_cache_sequences=1e9)
     gc.collect()
@@ -230,7 +230,7 @@ def test_failed_start_leaves_no_worker(checkpoint: Path) -> None:
 
 
 def test_workers_outlive_fork_server(checkpoint: Path) -> None:
-    """A new fork server is started for the next workers."""
+    """After the fork server is killed, its workers continue, and a new fork server starts the next workers."""
     with closing(start(checkpoint)) as engine:
         worker = worker_of(os.getpid())
         parent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
@@ -249,7 +249,7 @@ def test_workers_outlive_fork_server(checkpoint: Path) -> None:
 
 
 def test_interrupted_start_leaves_no_worker(checkpoint: Path) -> None:
-    """Ctrl-C while the fork server is being started."""
+    """Ctrl-C is pressed while the fork server starts."""
     code = textwrap.dedent("""
         import os, signal, subprocess, sys, threading
         import msgspec
@@ -280,7 +280,7 @@ def test_worker_killed_while_loading_adapter_fails_start(checkpoint: Path, tmp_p
     os.mkfifo(config)
 
     def kill() -> None:
-        with config.open("w"):  # opens when the worker reads it
+        with config.open("w"):  # opening the pipe waits until the worker reads it
             os.kill(worker_of(os.getpid()), signal.SIGKILL)
 
     killing = threading.Thread(target=kill)
@@ -301,7 +301,7 @@ def test_start_error_is_the_same_with_worker_processes(checkpoint: Path, tmp_pat
 
 
 def test_server_recovers_from_killed_worker() -> None:
-    """The log names the worker, streams end with an error, and a new engine answers the next request."""
+    """The log names the worker, open streams end with an error, and a new engine answers the next request."""
     flags = ("--num-gpu-blocks-override", "64", "--distributed-executor-backend", "mp")
     long = {"prompt": "The story of a fox:", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with Served(*flags) as served:
@@ -324,7 +324,7 @@ def test_server_recovers_from_killed_worker() -> None:
 
 @pytest.fixture
 def ring() -> Iterator[tuple[Writer, Reader, int]]:
-    """Both ends of a small ring, and the write end of a pipe: closing it stands for the end of the other process."""
+    """Two ends of a small ring buffer, and the write end of a pipe, whose closing simulates the peer's death."""
     descriptors = Descriptors.create(64)
     peer, alive = os.pipe()
     writer, reader = Writer(descriptors, Poller(peer)), Reader(descriptors, Poller(peer))
@@ -350,7 +350,7 @@ def test_message_longer_than_ring_is_received(ring: tuple[Writer, Reader, int]) 
     writer, reader, alive = ring
     message = os.urandom(10_000)
     child = os.fork()
-    if not child:  # the child reads
+    if not child:  # the child process is the reader
         status = 1
         try:
             status = int(reader.receive(time.monotonic() + 30) != message)

@@ -1,4 +1,4 @@
-"""Engine fingerprint: it differs exactly if results of the same weights differ in their bits."""
+"""Engine fingerprint: it differs if and only if the same weights give other bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAME: list[dict[str, Any]] = [
     {"block_size": 128},
     {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'},
 ]
-"""Options that do not change the bits."""
+"""Options that leave the bits unchanged."""
 OTHER: list[dict[str, Any]] = [
     {"dtype": "float32"},
     {"kv_cache_dtype": "int8"},
@@ -76,7 +76,7 @@ def test_fingerprint_depends_on_instruction_set(checkpoint: Path, instruction_se
 
 
 def test_fingerprint_changes_with_bits_of_pytorch_instruction_set(checkpoint: Path) -> None:
-    """PyTorch computes the sampler, and has kernels for several instruction sets."""
+    """The sampler uses PyTorch, which has kernels for several instruction sets."""
     found = []
     for capability in ("default", "avx2"):
         environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
@@ -96,11 +96,11 @@ def test_fingerprint_depends_on_length_of_dynamic_rope(tmp_path: Path) -> None:
     short = {"max_position_embeddings": 640, "rope_parameters": dynamic | {"factor": 1.0}}
     (tmp_path / "config.json").write_text(json.dumps(config | short))
     within = {fingerprint_and_results(tmp_path, max_model_len=length) for length in (170, 300)}
-    assert len(within) == 1, "within the trained length, max_model_len changes no bits"
+    assert len(within) == 1, "within the trained length, max_model_len must not matter"
 
 
 def test_weights_version_depends_on_contents_only(checkpoint: Path, tmp_path: Path) -> None:
-    """The prefix cache separates blocks of different weights by it."""
+    """The weights version identifies the weights of a block in the prefix cache."""
 
     def version(folder: Path = checkpoint, **options: Any) -> str:
         return LLM(folder, **OPTIONS | options).engine.info.weights_version

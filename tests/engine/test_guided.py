@@ -1,4 +1,4 @@
-"""Guided decoding: outputs satisfy their regex, choice, grammar, schema or tag, or the request is refused."""
+"""Guided decoding: outputs satisfy the regex, choice, grammar, schema or tag; unsupported constraints are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PERSON = {
         }
     },
 }
-"""Schema whose documents end within 300 tokens, whatever the model writes."""
+"""Schema with bounded strings, numbers and arrays: every document ends within 300 tokens."""
 MESSAGES = [{"role": "user", "content": "Tell me about Anna, who lives in Paris."}]
 TAGGED = {
     "structures": [
@@ -84,7 +84,7 @@ CONSTRAINTS: dict[str, tuple[GuidedDecodingParams, str]] = {
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
 def test_output_satisfies_constraint(llm: LLM, constraint: str, temperature: float) -> None:
     params, pattern = CONSTRAINTS[constraint]
-    # the model does not know the constraint: it may go on for as long as the constraint allows
+    # the model may continue for as long as the constraint allows: "length" is valid, too
     outputs = llm.chat(MESSAGES, sampling(params, temperature=temperature, seed=1, n=4 if temperature else 1))[
         0
     ].outputs
@@ -106,14 +106,14 @@ def test_json_output_is_valid_for_schema(llm: LLM, temperature: float, options: 
 
 
 def test_json_object_output_is_a_json_object(llm: LLM) -> None:
-    """The model was not trained to write JSON: the bias makes it close the object."""
+    """The bias makes the model close the object: it was not trained to write JSON."""
     (end,) = llm.get_tokenizer().encode("}")
     made = llm.chat(MESSAGES, sampling(guided(json_object=True), logit_bias={end: 5}))[0].outputs[0]
     assert made.finish_reason == "stop" and isinstance(json.loads(made.text), dict)
 
 
 def test_tagged_parts_of_free_text_satisfy_schema(llm: LLM) -> None:
-    """The biases make the model start with the tag ``<f>``; the penalty keeps it from repeating tokens."""
+    """The biases make the model begin with the tag ``<f>``. The penalty keeps it from repeating tokens."""
     bias = {token: 80 - 20 * place for place, token in enumerate(llm.get_tokenizer().encode("<f>"))}
     constraint = guided(structural_tag=TAGGED)
     params = SamplingParams(
@@ -204,7 +204,7 @@ def test_unsupported_structural_format_is_refused_by_name(llm: LLM, shape: dict[
 
 
 def test_option_disallows_additional_properties(llm: LLM) -> None:
-    """Except in objects that allow them, and in parts of ``allOf``. A property may have the name of a keyword."""
+    """Exceptions: objects that set ``additionalProperties``, and parts of ``allOf``. Keywords may be property names."""
 
     def object_schema(**more: Any) -> dict[str, Any]:
         return {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], **more}
@@ -254,7 +254,7 @@ def test_pydantic_model_is_used_as_schema(llm: LLM) -> None:
 
 
 def test_batch_does_not_change_constrained_outputs(llm: LLM) -> None:
-    """Neither do logprobs (without them, forced tokens take no step), preemption or drafts."""
+    """Logprobs, preemption and drafts do not change them, either. Without logprobs, forced tokens take no step."""
     constraints = [*(constraint for constraint, _ in CONSTRAINTS.values()), guided(json=PERSON), None]
     params = [
         SamplingParams(guided_decoding=constraint, temperature=t, seed=7, max_tokens=80)
@@ -277,7 +277,7 @@ def test_batch_does_not_change_constrained_outputs(llm: LLM) -> None:
 
 
 def test_forced_tokens_are_output(llm: LLM) -> None:
-    """Tokens that the constraint forces take no step of the model."""
+    """The constraint forces these tokens; the model does not compute a step for them."""
     made = llm.generate("x", sampling(guided(regex="[0-9]\U0001f600\U0001f600\U0001f600")), use_tqdm=False)[0].outputs[
         0
     ]
@@ -291,7 +291,7 @@ REFUSED = {
     "contains": {"type": "array", "contains": {"type": "integer"}},
     "lenient": {"not": {}, "x-guidance": {"lenient": True}},
     "oneOf": {"oneOf": [{"type": "string"}, {"maxLength": 3}], "x-guidance": {"coerce_one_of": True}},
-    "minProperties": {"minProperties": 2},  # property names may be repeated
+    "minProperties": {"minProperties": 2},  # llguidance may repeat property names
     "control": {"const": "a\0b"},
     "nothing": {"$ref": "#"},
 }
@@ -313,7 +313,7 @@ def test_added_tokens_as_text_are_refused(llm: LLM, constraint: dict[str, Any]) 
 
 
 def test_structural_tag_may_be_an_added_token(llm: LLM) -> None:
-    """The model may write the token; the part after it satisfies the schema."""
+    """The model may write the added token; the text after it satisfies the schema."""
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
     tag = {"begin": "<tool_call>", "schema": schema, "end": "</tool_call>"}
     constraint = guided(structural_tag={"structures": [tag], "triggers": ["<tool_call>"]})
@@ -381,7 +381,7 @@ def test_malformed_schema_is_refused_with_keyword(schema: dict[str, Any], messag
 
 
 def loop(llm: LLM, constraint: GuidedDecodingParams, text: str, **params: Any) -> Any:
-    """Output of a model with a strong bias towards one token."""
+    """Return the output with a strong bias towards the token of ``text``."""
     (token,) = llm.get_tokenizer().encode(text)
     return llm.chat(MESSAGES, sampling(constraint, logit_bias={token: 100}, **params), use_tqdm=False)[0].outputs[0]
 
@@ -396,7 +396,7 @@ def test_number_of_a_looping_model_ends(llm: LLM, kind: str) -> None:
     jsonschema.validate(document, schema)
 
 
-def test_number_beyond_the_bound_is_written_where_the_schema_requires_it(llm: LLM) -> None:
+def test_number_beyond_bound_is_generated_if_schema_requires_it(llm: LLM) -> None:
     output = loop(llm, guided(json={"type": "string", "pattern": r"^\d{60}$"}), "9")
     assert json.loads(output.text) == "9" * 60
 
@@ -415,7 +415,7 @@ def test_string_of_a_looping_model_ends(llm: LLM) -> None:
 
 @pytest.mark.parametrize("schema", [{"type": "integer"}, {"type": "string"}], ids=["digits", "letters"])
 def test_bounds_are_the_same_with_drafts(llm: LLM, schema: dict[str, Any]) -> None:
-    """The n-gram drafter continues the loop, so drafts reach beyond the bound."""
+    """The n-gram drafter continues the repetition, so its drafts exceed the bound."""
     drafting = LLM(
         num_gpu_blocks_override=100,
         speculative_config={"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 2},
@@ -442,7 +442,7 @@ LEAST = -(2**63)
     ids=str,
 )
 def test_number_that_crashes_llguidance_is_refused(llm: LLM, constraint: dict[str, Any]) -> None:
-    """llguidance recurses until the stack overflows."""
+    """For these numbers, llguidance would recurse until the stack overflows."""
     with pytest.raises(PenstockError, match=r"not supported: numbers below"):
         llm.generate("x", sampling(guided(**constraint)))
     (output,) = llm.generate("x", sampling(guided(json={"enum": [LEAST + 1024]})), use_tqdm=False)
@@ -466,7 +466,7 @@ def test_regex_output_matches_pattern_in_python(llm: LLM, pattern: str) -> None:
 
 
 def test_too_complex_regex_fails_its_request_only(llm: LLM) -> None:
-    """The number of possible continuations grows with each token."""
+    """With this regex, the number of possible continuations grows with each token."""
     params = [sampling(guided(regex="(((a{1,50}){1,50}){1,50}){400,500}")), sampling(guided(choice=["yes", "no"]))]
     failed, fine = [output.outputs[0] for output in llm.generate(["x", "x"], params, use_tqdm=False)]
     assert fine.text in ("yes", "no")
@@ -506,29 +506,29 @@ def test_slow_compilations_delay_no_others_and_end_when_cancelled(llm: LLM) -> N
     for future in slow:
         future.cancel()
     (process,) = children(os.getpid()) - before
-    while children(process):  # only the cancellation ends them this soon
+    while children(process):  # without the cancellation, they would run for longer than the test
         os.sched_yield()
     assert compiler.compile(guided(choice=["d"])).result(60)
 
 
 def exponential_schema(seed: int) -> dict[str, Any]:
-    """A schema with 39 patterns, each of which doubles llguidance's time and memory."""
+    """Return a schema with 39 patterns, each of which doubles llguidance's time and memory."""
     patterns = [{"pattern": f"[a-z]{{{i}}}.*[0-9]"} for i in range(1, 40)]
     return {"type": "string", "description": str(seed), "allOf": patterns}
 
 
 def children(pid: int) -> set[int]:
-    """Process ids of the children of a process."""
+    """Return the process ids of a process's children."""
     lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     return {int(child) for line in lists for child in line.split()}
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "outlines", "lm-format-enforcer"])
-def test_other_backend_is_llguidance_with_a_log_line(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_backend_is_replaced_by_llguidance_and_logged(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         llm = LLM(num_gpu_blocks_override=100, guided_decoding_backend=backend)
     assert f"guided_decoding_backend {backend}: llguidance is used" in caplog.text
-    lark = sampling(guided(grammar='start: "a" ("b" | "c") "d"'))  # a Lark grammar, which xgrammar does not support
+    lark = sampling(guided(grammar='start: "a" ("b" | "c") "d"'))  # the Lark syntax, which xgrammar does not support
     assert llm.generate("x", lark, use_tqdm=False)[0].outputs[0].text in ("abd", "acd")
 
 
@@ -711,7 +711,7 @@ TOOLS = [tool("get_weather", city={"type": "string", "maxLength": 20}), tool("ro
 def call(
     client: openai.OpenAI, stream: bool, tools: list[Any] = TOOLS, **fields: Any
 ) -> tuple[str | None, list[tuple[str, Any]], str]:
-    """Content, tool calls and finish reason of a chat, streamed or not."""
+    """Return content, tool calls and finish reason of a chat, streamed or not."""
     request: dict[str, Any] = {
         "model": "default",
         "messages": MESSAGES,

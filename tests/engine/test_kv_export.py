@@ -1,4 +1,4 @@
-"""KV export: a step copies keys and values of its tokens to a transfer buffer by layer; another cache imports them."""
+"""KV export: a step copies its keys and values layer by layer to a transfer buffer; another KV cache imports them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def runner(model: Model, ops: Ops, block_size: int, quantization: str, export: l
 
 
 def batch_of(tokens: Tensor, first: int, block_size: int) -> Batch:
-    """Batch of the tokens from ``first`` on of the only sequence, whose blocks are in reverse order."""
+    """Return a batch with the tokens of one sequence from position ``first`` on, with a reversed block table."""
     positions, blocks = torch.arange(first, len(tokens)), -(-TOKENS // block_size) + 1
     table = torch.arange(blocks, dtype=torch.int32).flip(0)
     count, length = len(positions), len(tokens)
@@ -62,7 +62,7 @@ def batch_of(tokens: Tensor, first: int, block_size: int) -> Batch:
 @pytest.mark.parametrize("quantization", ["", "int8", "fp8"])
 def test_imported_kv_gives_same_hidden_states(checkpoint: Path, ops: Ops, quantization: str) -> None:
     if quantization == "fp8" and ops.NAME == "cpu":
-        pytest.skip("fp8 is for GPUs")
+        pytest.skip("an fp8 KV cache needs a GPU")
     model = load_model(checkpoint, ops)
     layouts = model.transfer_layouts(SLOT_TOKENS, quantization)
     slots = -(-TOKENS // SLOT_TOKENS)

@@ -1,4 +1,4 @@
-"""KV offloading: prefixes stay in host memory and on disk; a damaged or wrong block is a cache miss."""
+"""KV offloading: prefixes are kept in host memory and on disk; a damaged or wrong block is a cache miss."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ OPTIONS: dict[str, Any] = {
     "kv_offloading_size": 0.01,
 }
 PROMPTS = [[2 + (7 * i + j) % 90 for j in range(200)] for i in range(3)]
-"""Prompts; the device has blocks for one of them at a time."""
+"""Token ids of three prompts. The device's KV cache has room for one of them."""
 FULL = 192
-"""Number of tokens of each prompt in full blocks."""
+"""Number of tokens in the full blocks of a prompt."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
 Result = list[tuple[list[int], Any]]
 
@@ -60,7 +60,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def opened(checkpoint: Path, **options: Any) -> Iterator[LLM]:
-    """Start an engine. Closing it writes pending blocks, and every block must be free."""
+    """Yield a model with an engine. All blocks must be free at the end; closing the engine writes pending blocks."""
     llm = LLM(checkpoint, **OPTIONS | options)
     with closing(llm.engine):
         yield llm
@@ -68,7 +68,7 @@ def opened(checkpoint: Path, **options: Any) -> Iterator[LLM]:
 
 
 def generate(llm: LLM, prompts: list[list[int]] = PROMPTS, **options: Any) -> tuple[Result, list[int]]:
-    """Generate for one prompt after the other; return the results and the numbers of cached tokens."""
+    """Run one prompt at a time; return the results, and the number of cached tokens of each prompt."""
     results, cached = [], []
     for prompt in prompts:
         (output,) = llm.generate([prompt], GREEDY, use_tqdm=False, **options)
@@ -89,7 +89,7 @@ def counts(llm: LLM) -> dict[str, int]:
 
 
 def written(checkpoint: Path, folder: Path, **options: Any) -> list[Path]:
-    """Write the blocks of all prompts to a folder; return its files."""
+    """Store the blocks of all prompts on disk; return the files."""
     with opened(checkpoint, kv_offloading_disk_path=str(folder), **options) as llm:
         generate(llm)
     return sorted(folder.iterdir())
@@ -108,7 +108,7 @@ def test_evicted_blocks_are_loaded_from_host_memory(checkpoint: Path, expected: 
 
 
 def test_host_memory_is_bounded(checkpoint: Path, expected: Result) -> None:
-    """With room for one and a half prompts, the least recently used blocks are evicted."""
+    """Host memory has room for one and a half prompts. The least recently used blocks are evicted."""
     with opened(checkpoint) as llm:
         generate(llm)
         size = counts(llm)["bytes_stored"]
@@ -123,7 +123,7 @@ def test_host_memory_is_bounded(checkpoint: Path, expected: Result) -> None:
 def test_blocks_on_disk_are_found_after_restart(
     checkpoint: Path, expected: Result, tmp_path: Path, again: dict[str, Any]
 ) -> None:
-    """Also with another number of ranks, but not with another fingerprint."""
+    """The restarted engine may have another number of ranks. An engine with another fingerprint finds no blocks."""
     folder = tmp_path / "new" / "kv"
     files = written(checkpoint, folder)
     assert folder.stat().st_mode & 0o777 == 0o700 and {file.stat().st_mode & 0o777 for file in files} == {0o600}
@@ -136,7 +136,7 @@ def test_blocks_on_disk_are_found_after_restart(
 
 
 def test_two_engines_share_a_disk_folder(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
-    """Blocks that one engine has written are found by the other at once."""
+    """The second engine finds blocks as soon as the first engine has written them."""
     options = {"kv_offloading_disk_path": str(tmp_path / "kv"), "distributed_executor_backend": "uni"}
     with opened(checkpoint, **options) as first, opened(checkpoint, **options) as second:
         generate(first, PROMPTS[:1])
@@ -146,7 +146,7 @@ def test_two_engines_share_a_disk_folder(checkpoint: Path, expected: Result, tmp
 
 
 def test_offloaded_blocks_differ_by_salt_adapter_and_weights(checkpoint: Path, tmp_path: Path) -> None:
-    """With the same salt, adapter and weights they are found, also after the weights have changed and changed back."""
+    """With equal salt, adapter and weights, blocks are found, also after the weights were changed and restored."""
     with opened(checkpoint, kv_offloading_disk_path=str(tmp_path / "kv"), enable_lora=True) as llm:
         adapter = LoRARequest("one", 1, str(checkpoint / "adapter"))
         generate(llm)
@@ -202,7 +202,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(scope="module")
 def intact(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the files of all prompts."""
+    """Disk folder with the blocks of all prompts."""
     folder = tmp_path_factory.mktemp("disk") / "kv"
     written(checkpoint, folder)
     return folder
@@ -228,11 +228,11 @@ def same(file: Path, other: Path) -> bool:
 def test_blocks_with_nan_are_deleted(
     checkpoint: Path, intact: Path, expected: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request that loads them fails. They are not loaded again, although the end of a request marks its blocks as
-    used."""
+    """The request that loads the blocks fails. The end of a request marks its blocks as used, but these are not loaded
+    again."""
     folder = shutil.copytree(intact, tmp_path / "kv")
     for file in folder.iterdir():
-        file.write_bytes(b"\xff" * file.stat().st_size)  # NaN in every data type
+        file.write_bytes(b"\xff" * file.stat().st_size)  # all bits set: NaN in every data type
     monkeypatch.setattr(disk_tier.DiskTier, "_checksum", lambda *_: b"\xff" * disk_tier.CHECKSUM_BYTES)
     with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
         (output,) = llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
@@ -242,7 +242,7 @@ def test_blocks_with_nan_are_deleted(
 
 
 def test_block_found_wrong_while_stored_is_dropped() -> None:
-    """A step in flight stores a block when the step before it turns out to have computed NaN."""
+    """NaN is detected in a block while the next step stores it."""
     device = BlockPool(1, BLOCK)
     device.cache_block(*device.allocate(1), b"a")
     with closing(KVOffloading(device, HostTier(4096, 1024, BLOCK))) as offloading:
@@ -270,7 +270,7 @@ def test_blocks_after_a_damaged_block_are_computed(checkpoint: Path, expected: R
 
 
 def test_disk_folder_is_bounded(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
-    """The least recently used files are deleted first, also those of other weights; foreign files never."""
+    """The least recently used files are deleted first, including those of other weights. Foreign files are kept."""
     folder = tmp_path / "kv"
     files = written(checkpoint, folder)
     size = sum(file.stat().st_size for file in files)
@@ -299,7 +299,7 @@ def test_full_disk_fails_no_request(
     folder = tmp_path / "kv"
     with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # writes fail beyond it, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # longer writes fail, as on a full disk
         try:
             assert generate(llm)[0] == expected
             llm.engine.close()
@@ -313,13 +313,13 @@ def test_full_disk_fails_no_request(
 def test_hanging_disk_delays_one_request_until_timeout(
     checkpoint: Path, expected: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request waits for its blocks until the timeout; later requests do not wait until the disk answers again."""
+    """One request waits for its blocks until the timeout. Later requests do not wait for the disk to respond."""
     folder = tmp_path / "kv"
     files = written(checkpoint, folder)
     monkeypatch.setattr(disk_tier, "READ_TIMEOUT", 0.2)
     held = [file.open("r+b") for file in files]
     for file in held:
-        fcntl.flock(file, fcntl.LOCK_EX)  # readers wait for the lock
+        fcntl.flock(file, fcntl.LOCK_EX)  # the engine's readers wait for this lock
     with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
         assert generate(llm) == (expected, [0, 0, 0])
         assert counts(llm)["disk_read_failures"] == 1 and counts(llm)["disk_hits"] == 0
@@ -382,11 +382,11 @@ def test_failed_start_leaves_no_thread_and_no_file(checkpoint: Path, tmp_path: P
     with pytest.raises((OSError, MemoryError)):
         LLM(checkpoint, **OPTIONS | {"num_gpu_blocks_override": 10**9, "kv_offloading_disk_path": str(tmp_path / "a")})
     threads_left, files_left = open_resources()
-    assert threads_left <= threads and files_left <= files  # an earlier test's thread may have ended meanwhile
+    assert threads_left <= threads and files_left <= files  # an earlier test's thread may have ended
 
 
 def test_metrics_count_hits_of_host_and_disk(tmp_path: Path) -> None:
-    """Two servers, one after the other, with the same folder."""
+    """Two servers run one after the other with the same disk folder."""
     flags = ("--block-size", "16", "--num-gpu-blocks-override", "16", "--max-model-len", "256")
     flags += ("--kv-offloading-disk-path", str(tmp_path / "kv"))
     body = {"prompt": PROMPTS[0], "max_tokens": 2}
@@ -395,7 +395,7 @@ def test_metrics_count_hits_of_host_and_disk(tmp_path: Path) -> None:
         with Served(*flags) as server:
             answer = httpx.post(f"{server.url}/completions", json=body, timeout=60).raise_for_status().json()
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
-            while True:  # the engine reports periodically
+            while True:  # the engine reports metrics periodically
                 page = httpx.get(f"{server.root}/metrics").text
                 found = {name: float(value) for name, value in re.findall(r"^(\w+:\w+){[^}]*} (\S+)$", page, re.M)}
                 if found["vllm:kv_offload_cpu_cache_usage_perc"] > 0:

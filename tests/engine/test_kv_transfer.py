@@ -1,4 +1,4 @@
-"""KV transfers: the protocol's state machines against lost, late, repeated and reordered messages."""
+"""KV transfers: the protocol's state machines with lost, late, repeated and reordered messages."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ TIMEOUT = 30.0
 
 
 class KVTransfers(RuleBasedStateMachine):
-    """Two engines and the network between them. Each message in flight is delivered, dropped, repeated or overtaken at
-    random; pieces may arrive damaged. The content of a slot is derived from its hash, so every import is checked."""
+    """A prefill engine, a decode engine, and the network between them. Each message is delivered, dropped, repeated or
+    overtaken at random; pieces may arrive damaged. A slot's content is derived from its hash, to check every import."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,26 +59,26 @@ class KVTransfers(RuleBasedStateMachine):
         self.to_prefill: list[bytes] = []
         self.to_decode: list[tuple[bytes, bytes]] = []
         self.computing: dict[bytes, tuple[Start, int]] = {}
-        """Transfers that the prefill engine computes → start message and number of exported slots."""
+        """Transfers that the prefill engine is computing → start message, number of exported slots."""
         self.partial: dict[bytes, tuple[list[Exported], int]] = {}
-        """Transfers with only some layers of the newest slots offered → slots and number of layers."""
+        """Transfers with an incomplete offer: only some layers of the newest slots → slots, number of layers."""
         self.pulling: dict[bytes, tuple[Pull, dict[tuple[int, int], bytes]]] = {}
         self.importing: list[tuple[Arrived, bytes]] = []
-        """Pieces that the engine is importing, with their bytes on arrival."""
+        """Pieces that the decode engine is importing, with their bytes on arrival."""
         self.ended: dict[bytes, str] = {}
         self.count = 0
 
     # --- The network
 
     def _pump(self) -> None:
-        """Put the messages of both ends on the wire, and handle their events."""
+        """Send all messages of both ends, and handle their events."""
         self.receiver.outgoing += [job.message for job in self.receiver.jobs]
         self.receiver.jobs.clear()
         self.to_prefill += map(encode, self.receiver.outgoing)
         self.receiver.outgoing.clear()
         self.to_decode += [(encode(message), b"") for message in self.sender.outgoing]
         self.sender.outgoing.clear()
-        for sending in self.sender.sending:  # this test sends at once: it copies the bytes
+        for sending in self.sender.sending:  # in this test, sending is a copy of the bytes
             message = sending.message
             data = bytes(self.prefill.layers(sending.slot, message.first_layer, message.last_layer))
             self.to_decode.append((encode(message), data))
@@ -151,7 +151,7 @@ class KVTransfers(RuleBasedStateMachine):
         self._work(seed, steps, faults)
 
     def _work(self, seed: int, steps: int, faults: float) -> None:
-        """Deliver many messages, most of them without faults, while both engines work."""
+        """Deliver messages, most of them without faults, while both engines compute and import."""
         rng = random.Random(seed)
 
         def fate(kinds: str) -> tuple[int, str]:
@@ -234,7 +234,7 @@ class KVTransfers(RuleBasedStateMachine):
     @precondition(lambda self: self.computing)
     @rule(which=st.integers(0, 100), layers=st.integers(1, 3))
     def compute(self, which: int, layers: int) -> None:
-        """Export at most ``layers`` more layers of a slot."""
+        """Export up to ``layers`` more layers of a transfer's next slot."""
         transfer = list(self.computing)[which % len(self.computing)]
         start, done = self.computing[transfer]
         hashes = slot_hashes("w", "", "", start.tokens)
@@ -274,7 +274,7 @@ class KVTransfers(RuleBasedStateMachine):
         assert len(used) <= self.decode.num_slots - self.decode.num_free
 
     def teardown(self) -> None:
-        """Run all transfers to their end; every slot must be free then."""
+        """Complete all transfers without faults; then all slots must be free."""
         for _ in range(300):
             if set(self.ended) == set(self.pulling) and self._idle:
                 break
@@ -288,7 +288,7 @@ class KVTransfers(RuleBasedStateMachine):
                 if which < len(self.computing):
                     self.compute(which, 3)
             self.time_passes(0.6)
-        assert set(self.ended) == set(self.pulling), "a transfer never ended"
+        assert set(self.ended) == set(self.pulling), "a transfer did not end"
         assert self.prefill.num_free == self.prefill.num_slots
         assert self.decode.num_free == self.decode.num_slots
         self.prefill.close()
@@ -296,7 +296,7 @@ class KVTransfers(RuleBasedStateMachine):
 
 
 def _content(slot_hash: bytes) -> bytes:
-    """Keys and values of a slot, derived from its hash."""
+    """Return the keys and values of a slot, derived from its hash."""
     return np.random.default_rng(int.from_bytes(slot_hash, "little")).bytes(LAYER_OFFSETS[-1])
 
 
@@ -308,7 +308,7 @@ TestKVTransfers.settings = settings(max_examples=100, stateful_step_count=20, de
 
 
 def test_slow_pieces_are_not_requested_again() -> None:
-    """Pieces arrive one after the other, all together for longer than the timeout."""
+    """The pieces arrive one at a time, and all of them together take longer than the timeout."""
     buffer = TransferBuffer(12, LAYER_OFFSETS)
     receiver = Receiver(buffer, timeout=4.0)
     pull = _pull(12)
@@ -331,7 +331,7 @@ def test_slow_pieces_are_not_requested_again() -> None:
 
 
 def test_lost_piece_is_requested_again() -> None:
-    """Also while other pieces arrive."""
+    """The lost piece is requested again after the timeout, although other pieces arrive."""
     buffer = TransferBuffer(4, LAYER_OFFSETS)
     receiver = Receiver(buffer, timeout=4.0)
     pull = _pull(4)
@@ -355,7 +355,7 @@ def _pull(slots: int) -> Pull:
 
 
 def _checksum(pull: Pull, index: int) -> int:
-    """Checksum of a slot of zeros."""
+    """Return the checksum of a slot with zeros."""
     checksum = new_checksum(pull.hashes[index], 1, 0, NUM_LAYERS)
     checksum.update(bytes(LAYER_OFFSETS[-1]))
     return checksum.intdigest()
@@ -366,7 +366,7 @@ INSTANCE = Instance(weights_version="w", fingerprint="f", layers=[(1, 1, "float3
 
 
 class Peer:
-    """The other end of an endpoint's connection, driven by a test."""
+    """Peer of an endpoint, driven by the test."""
 
     def __init__(self, link: node_link.NodeLink) -> None:
         self.socket = link.socket
@@ -383,7 +383,7 @@ class Peer:
 
 
 class Running:
-    """An endpoint with a method to wait for its events."""
+    """A running endpoint with its transfer buffer."""
 
     def __init__(self, slots: int, slot_bytes: int, **options: Any) -> None:
         self.buffer = TransferBuffer(slots, [0, slot_bytes])
@@ -397,7 +397,7 @@ class Running:
         )
 
     def event(self) -> Any:
-        """Wait for the next event."""
+        """Wait for the endpoint's next event, which must be a single one."""
         while not (events := self.endpoint.take_events()):
             assert self._woken.acquire(timeout=10)
         [event] = events
@@ -412,7 +412,7 @@ class Running:
 
 
 def test_decode_engine_that_stops_reading_loses_its_slots() -> None:
-    """It requests more than the sockets hold, then stops reading: other engines need the prefill engine's buffer."""
+    """The decode engine requests more bytes than the sockets hold, then stops reading. Its slots are freed."""
     running = Running(32, 2**20, listen="127.0.0.1:0", timeout=0.5, transport="tcp")
     peer, tokens = running.connect(), list(range(32 * SLOT_TOKENS))
     try:
@@ -433,7 +433,7 @@ def test_decode_engine_that_stops_reading_loses_its_slots() -> None:
         running.close()
 
 
-def test_silent_prefill_engine_is_reconnected() -> None:
+def test_connection_to_silent_prefill_engine_is_renewed() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(10)
     running = Running(4, 64, timeout=0.5)
@@ -458,7 +458,7 @@ def test_silent_unauthenticated_connections_block_no_peer() -> None:
     strangers = [socket.create_connection(("127.0.0.1", running.endpoint.port)) for _ in range(100)]
     try:
         for each in strangers:
-            each.recv(1)  # the challenge
+            each.recv(1)  # wait for the challenge
         strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
         peer = running.connect()
         peer.send(Hello(INSTANCE), Start(b"t", "r", [1], 0, "", "", "", 0, 0.0))
@@ -471,7 +471,7 @@ def test_silent_unauthenticated_connections_block_no_peer() -> None:
 
 
 def test_only_transfer_buffers_are_opened(tmp_path: Path) -> None:
-    """A peer cannot name another file."""
+    """A peer cannot make the engine open another file."""
     buffer = TransferBuffer(1, [0, 64])
     copy = tmp_path / "copy"
     copy.write_bytes(Path(buffer.path).read_bytes())

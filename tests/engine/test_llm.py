@@ -1,4 +1,4 @@
-"""``LLM`` with the bundled demo model: answers equal to transformers', sampling defaults, stop strings, refusals."""
+"""``LLM`` with the bundled demo model: answers equal to transformers', sampling defaults, stop strings, errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock import LLM, PenstockError, SamplingParams, demo
 from penstock.core import Code
 
 QUESTIONS = int(os.environ.get("PENSTOCK_QUESTIONS", "1"))
-"""Number of questions for each skill of the evaluation."""
+"""Number of evaluation questions per skill."""
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 CANADA = [{"role": "user", "content": "What is the capital of Canada?"}]
 
@@ -36,7 +36,7 @@ def llm() -> LLM:
 
 
 def test_answers_equal_transformers() -> None:
-    """Questions of the evaluation in float32, greedy: equal to the last character."""
+    """Greedy answers in float32 equal those of transformers to the last character."""
     ours, theirs = (backend(demo.CHAT, "float32").ask(questions()) for backend in (Penstock, Local))
     assert ours == theirs
 
@@ -85,8 +85,8 @@ def test_vocabulary_sketch_does_not_change_answers(monkeypatch: pytest.MonkeyPat
 
 @torch.inference_mode()
 def test_bfloat16_error_is_close_to_transformers() -> None:
-    """Compared with transformers in float32: the error of the prompts' logprobs is at most 1.2 times that of
-    transformers in bfloat16, and the most likely token is the same at 99.5 % of the answers' positions."""
+    """The reference is transformers in float32. The RMS error of prompt logprobs is at most 1.2 times that of
+    transformers in bfloat16, and the most likely token is equal at 99.5 % of the answers' positions."""
     exact, rough = (AutoModelForCausalLM.from_pretrained(demo.CHAT, dtype=d) for d in (torch.float32, torch.bfloat16))
     llm = LLM(dtype="bfloat16", num_gpu_blocks_override=400)
     render = llm.get_tokenizer().render
@@ -124,7 +124,7 @@ def test_sequences_of_a_request_differ_and_repeat_with_seed(llm: LLM) -> None:
 
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_string_ends_text(llm: LLM, include: bool) -> None:
-    """Also a stop string that begins in the middle of a token and is longer than a token."""
+    """The stop string begins in the middle of a token and is longer than a token."""
     params = GREEDY.replace(stop=("f Can", "Ottawa"), include_stop_str_in_output=include)
     (output,) = llm.chat(CANADA, params, use_tqdm=False)
     (made,) = output.outputs
@@ -134,14 +134,14 @@ def test_stop_string_ends_text(llm: LLM, include: bool) -> None:
 
 
 def test_string_and_lists_are_accepted_for_tuples(llm: LLM) -> None:
-    """As users of vLLM write them."""
+    """Users of vLLM pass a string or lists where Penstock's fields are tuples."""
     params = SamplingParams(temperature=0, max_tokens=40, stop="Ottawa", stop_token_ids=[3], bad_words=["Paris"])  # type: ignore[arg-type]
     (output,) = llm.chat(CANADA, params, use_tqdm=False)
     assert output.outputs[0].text == "The capital of Canada is "
 
 
 def test_interrupt_ends_requests_and_frees_blocks(llm: LLM) -> None:
-    """Ctrl-C in the middle of a batch, as in a notebook."""
+    """Ctrl-C is pressed in the middle of a batch, as in a notebook."""
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     with pytest.raises(KeyboardInterrupt):
@@ -152,7 +152,7 @@ def test_interrupt_ends_requests_and_frees_blocks(llm: LLM) -> None:
 
 
 def test_eos_token_of_tokenizer_ends_output(llm: LLM, tmp_path: Path) -> None:
-    """Also if the other files name another token, as in checkpoints fine-tuned for chat."""
+    """generation_config.json names another EOS token, as in checkpoints fine-tuned for chat."""
     for path in demo.CHAT.iterdir():
         shutil.copy(path, tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
@@ -166,7 +166,7 @@ def test_bad_words_are_not_generated(llm: LLM) -> None:
 
 
 def test_loglikelihoods_equal_transformers(llm: LLM) -> None:
-    """The three continuations share a batch; the right answer is the most likely."""
+    """The three continuations share a batch. The correct answer is the most likely."""
     prompt = llm.get_tokenizer().render(CANADA)
     choices = [f"The capital of Canada is {city}." for city in ("Paris", "Ottawa", "Lima")]
     results = llm.loglikelihood([prompt] * 3, choices, use_tqdm=False)
@@ -229,7 +229,7 @@ def test_invalid_options_fail_the_start(options: dict[str, object], message: str
 
 
 def test_chunked_prefill_and_small_batches_keep_answers() -> None:
-    """Chunks of 64 tokens and eight rows; every block is freed."""
+    """Prompts are computed in chunks of 64 tokens, at most eight at a time; all blocks are freed."""
     prompts = [llm_prompt * 20 for llm_prompt in ([5, 6, 7], [8, 9], [10, 11, 12, 13])] * 8
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     small = LLM(num_gpu_blocks_override=40, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False)

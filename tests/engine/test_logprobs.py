@@ -1,6 +1,6 @@
 """Logprobs of prompts and outputs over HTTP, compared with transformers.
 
-Run with each instruction set of this machine: this compares a whole server under each with the reference.
+``make thorough`` repeats the tests with a server for each instruction set of the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPT = "Once upon a time, in 巴黎, there was"
 STORY = [{"role": "user", "content": "Tell me a story."}]
 SAMPLED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8, "seed": 3, "frequency_penalty": 1.0}
 CHANGED = {"repetition_penalty": 1.3, "min_p": 0.01}
-"""Parameters that change sampling, but not the reported logprobs."""
+"""Parameters that affect sampling but not the reported logprobs."""
 try:
     from penstock.ops import native
 except ImportError:  # the CPU kernels were not built
@@ -52,7 +52,7 @@ def model() -> PreTrainedModel:
 
 @torch.inference_mode()
 def table(model: PreTrainedModel, ids: list[int]) -> Tensor:
-    """Log probabilities of the token after each token, ``[tokens, vocabulary]``."""
+    """Return the logprobs of the next token at each position, ``[tokens, vocabulary]``."""
     found: Tensor = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     return found
 
@@ -80,7 +80,7 @@ def test_echo_returns_logprobs_of_prompt_and_output(
     ids = tokenizer.encode(PROMPT) + made
     rows = table(model, ids)
     assert len(tokens) == len(values) == len(tops) == len(ids)
-    assert (values[0], tops[0]) == (None, None), "the first token has no logprob"
+    assert (values[0], tops[0]) == (None, None), "the first token must not have a logprob"
     for row, token_id, token, value, top in zip(rows, ids[1:], tokens[1:], values[1:], tops[1:], strict=False):
         assert_close(value, row[token_id])
         assert_close(top[token], row[token_id])
@@ -122,7 +122,7 @@ def test_chat_returns_top_logprobs_of_prompt_and_output(
 def test_fastdeploy_options_scale_and_normalize_logprobs(
     client: openai.OpenAI, model: PreTrainedModel, scaled: bool, normalized: bool
 ) -> None:
-    """FastDeploy's options: logprobs at the temperature, and among the tokens that ``top_p`` keeps."""
+    """FastDeploy's options: logprobs after the temperature, and renormalized over the tokens kept by ``top_p``."""
     request = {"model": "default", "prompt": PROMPT, "max_tokens": 6, "temperature": 0.6, "top_p": 0.7, "seed": 5}
     modes = {"temp_scaled_logprobs": scaled, "top_p_normalized_logprobs": normalized}
     body = {"return_token_ids": True, "ignore_eos": True, **modes}
@@ -136,7 +136,7 @@ def test_fastdeploy_options_scale_and_normalize_logprobs(
         probabilities = probabilities.scatter(-1, order, probabilities.gather(-1, order).masked_fill(before >= 0.7, 0))
         probabilities /= probabilities.sum(-1, keepdim=True)
     for logprob, token, row in zip(choice.logprobs.token_logprobs, choice.token_ids, probabilities, strict=False):
-        if row[token] > 0:  # otherwise it was sampled at the temperature; without it, top_p removes it
+        if row[token] > 0:  # 0 if top_p removes the token at temperature 1
             assert_close(logprob, row[token].log())
         else:
             assert logprob == -9999

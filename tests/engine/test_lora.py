@@ -1,4 +1,4 @@
-"""LoRA adapters of random weights, compared with PEFT: alone, several in a batch, loaded and unloaded while serving."""
+"""LoRA adapters with random weights, compared with PEFT: alone, several in a batch, loaded and unloaded at run time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 100, "we
 
 
 def adapter(base: Path, folder: Path, seed: int = 0, **config: Any) -> Path:
-    """Save an adapter of random weights, large enough to change the output."""
+    """Save an adapter with random weights large enough to change the output; return its folder."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     changed = get_peft_model(model, LoraConfig(**ADAPTERS["everywhere"] | config, init_lora_weights=False))
@@ -88,7 +88,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
 
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 def test_logprobs_and_greedy_tokens_equal_peft(base: Path, ops: str) -> None:
-    """Three adapters and no adapter in one batch, with chunked prefill."""
+    """The batch has requests for three adapters and for no adapter, computed in chunks."""
     if ops == "cpu":
         pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     llm = LLM(base, dtype="float32", ops=ops, enable_lora=True, max_num_batched_tokens=50, **OPTIONS)
@@ -175,7 +175,7 @@ def test_unload_lets_requests_end_and_then_frees_slot(small: Path) -> None:
 
 
 def test_adapters_with_equal_contents_share_a_slot(small: Path, tmp_path: Path) -> None:
-    """A changed adapter has another key, so that the prefix cache keeps them apart."""
+    """A change of the adapter's config changes its key, which keeps its prefixes apart in the prefix cache."""
     copied = tmp_path / "copied"
     shutil.copytree(small / "a", copied)
     config = json.loads((copied / "adapter_config.json").read_text())
@@ -231,7 +231,7 @@ def test_adapters_with_equal_contents_share_a_slot(small: Path, tmp_path: Path) 
 
 
 def test_adapter_unloaded_while_loading_fails_the_load(small: Path) -> None:
-    """As may happen after a restart of the engine. The slot is free once the load has ended."""
+    """An engine restart can cause this order. The slot is free again after the load has failed."""
     engine = Engine(engine_options(model=str(small), enable_lora=True, max_loras=1, **OPTIONS))
     for _ in range(2):
         loading = engine.adapters.load("a", str(small / "a"))
@@ -313,8 +313,8 @@ def damage(folder: Path, kind: str) -> None:
         ("pattern", "an invalid regular expression", Code.INVALID),
         ("exponential pattern", "nested repetitions, or more than", Code.UNSUPPORTED),
         ("slow pattern", "nested repetitions, or more than", Code.UNSUPPORTED),
-        ("many patterns", "1000 regular expressions; 64 are allowed", Code.INVALID),
-        ("text instead of number", "which are numbers", Code.INVALID),
+        ("many patterns", "1000 regular expressions; at most 64 are allowed", Code.INVALID),
+        ("text instead of number", "they must be an integer and a number", Code.INVALID),
         ("r=200", r"rank 200 .* \(max_lora_rank\)", Code.INVALID),
         ("use_dora=true", "use_dora", Code.UNSUPPORTED),
         ('bias="all"', "bias", Code.UNSUPPORTED),
@@ -376,7 +376,7 @@ def client(server: Served) -> Iterator[openai.OpenAI]:
 
 
 def answers(client: openai.OpenAI, name: str) -> tuple[str, str]:
-    """Texts of a streamed chat and of a completion."""
+    """Return the text of a streamed chat and the text of a completion."""
     stream = client.chat.completions.create(model=name, messages=CITY, stream=True, **GREEDY)  # type: ignore[call-overload]
     text = ""
     for chunk in stream:
@@ -388,7 +388,7 @@ def answers(client: openai.OpenAI, name: str) -> tuple[str, str]:
 
 
 def expected(folder: Path | None) -> tuple[str, str]:
-    """Texts that ``answers`` must return for an adapter."""
+    """Return the texts that ``answers`` must return for the adapter in a folder (None: the base model)."""
     llm = LLM(enable_lora=True, num_gpu_blocks_override=400)
     chosen = LoRARequest("x", 1, str(folder)) if folder else None
     params = SamplingParams(**GREEDY)
@@ -422,8 +422,8 @@ def test_adapters_are_served_as_models(server: Served, client: openai.OpenAI, de
         answers(client, "b")
 
 
-def test_metrics_name_the_adapters_of_requests(server: Served, client: openai.OpenAI) -> None:
-    """As in vLLM: endpoint pickers route the requests of an adapter to engines that run it."""
+def test_metrics_list_adapters_of_running_requests(server: Served, client: openai.OpenAI) -> None:
+    """vLLM has the same metric; endpoint pickers use it to route requests to engines that run their adapter."""
 
     def lora_info() -> dict[str, str]:
         page = httpx.get(f"{server.root}/metrics").text
@@ -435,7 +435,7 @@ def test_metrics_name_the_adapters_of_requests(server: Served, client: openai.Op
     ends: dict[str, Any] = {"max_tokens": 1500, "stream": True, "extra_body": {"ignore_eos": True}}
     with client.completions.create(model="a", prompt="Once", **ends):
         deadline = time.monotonic() + 30
-        while lora_info()["running_lora_adapters"] != "a":  # the engine reports periodically
+        while lora_info()["running_lora_adapters"] != "a":  # the engine reports metrics periodically
             assert time.monotonic() < deadline
 
 
@@ -494,7 +494,7 @@ def test_restarted_engine_has_its_adapters(server: Served, client: openai.OpenAI
 
 
 def test_stream_continues_after_unload_of_its_adapter(small: Path) -> None:
-    """Also if another adapter is loaded under the same name meanwhile."""
+    """The stream continues even if another adapter is loaded under the same name."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompt = random_prompt(0, 20)
     chosen = {name: LoRARequest(name, 1, str(small / name)) for name in "ab"}

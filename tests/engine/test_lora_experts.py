@@ -1,4 +1,4 @@
-"""LoRA adapters of experts, of random weights, compared with PEFT."""
+"""LoRA adapters of MoE experts, with random weights, compared with PEFT."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def log_probabilities(base: Path, adapter: Path | None, tokens: list[int]) -> to
 
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 def test_logprobs_and_greedy_tokens_equal_peft(base: Path, ops: str) -> None:
-    """All adapters and no adapter in one batch, with chunked prefill."""
+    """The batch has requests for every adapter and for no adapter, computed in chunks."""
     llm = LLM(base, dtype="float32", ops=ops, enable_lora=True, max_num_batched_tokens=50, **OPTIONS)
     requests = [*(LoRARequest(name, i, str(base / name)) for i, name in enumerate(ADAPTERS, 1)), None]
     prompts = [random_prompt(0, 40) for _ in requests]
@@ -105,8 +105,8 @@ def test_logprobs_and_greedy_tokens_equal_peft(base: Path, ops: str) -> None:
 
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "w8a8"}], ids=str)
 def test_bits_do_not_depend_on_batch_and_other_adapters(base: Path, options: dict[str, Any]) -> None:
-    """Requests without an adapter have the bits of the base model. Requests with an adapter of attention only have the
-    bits that they have if no adapter of experts is loaded."""
+    """Requests without an adapter have the bits of the base model. Requests with an attention-only adapter have the
+    same bits whether or not expert adapters are loaded."""
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=5, prompt_logprobs=5, ignore_eos=True)
     prompts = [random_prompt(seed, 10 + 7 * seed) for seed in range(2)]
 
@@ -131,7 +131,7 @@ def test_bits_do_not_depend_on_batch_and_other_adapters(base: Path, options: dic
 
 
 def separate(base: Path, folder: Path) -> None:
-    """Save the adapter "both" with a module for each expert, under the names of the checkpoint's matrices."""
+    """Save the adapter "both" with a separate module per expert, named like the checkpoint's matrices."""
     config = json.loads((base / "both" / "adapter_config.json").read_text())
     mixtral = json.loads((base / "config.json").read_text())["model_type"] == "mixtral"
     module, projections = (
@@ -157,8 +157,8 @@ def separate(base: Path, folder: Path) -> None:
 
 
 def exchange(base: Path, folder: Path) -> None:
-    """Save the adapter "both" as versions of PEFT that took the parameters' outputs for inputs, and under the names of
-    models with image input."""
+    """Save the adapter "both" in the format of PEFT versions that exchanged inputs and outputs of expert parameters,
+    with the tensor names of models with image input."""
     shutil.copytree(base / "both", folder)
     tensors = load_file(folder / "adapter_model.safetensors")
     for key in [key for key in tensors if ".experts." in key and key.endswith(".lora_A.weight")]:
@@ -182,7 +182,7 @@ def exchange(base: Path, folder: Path) -> None:
     ids=str,
 )
 def test_other_formats_of_an_adapter_give_same_outputs(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    """Matrices of separate experts, and matrices with inputs and outputs exchanged. Also on two ranks."""
+    """Formats: matrices of separate experts, and matrices with inputs and outputs exchanged; on one and two ranks."""
     separate(base, tmp_path / "separate")
     exchange(base, tmp_path / "exchanged")
     modules = (f"both={base / 'both'}", *(f"{name}={tmp_path / name}" for name in ("separate", "exchanged")))
@@ -241,7 +241,7 @@ def test_expert_parallelism_refuses_expert_adapters(base: Path) -> None:
 
 
 @pytest.mark.parametrize("base", ["qwen3-moe"], indirect=True)
-def test_expert_adapters_stay_after_weight_update(base: Path, tmp_path: Path) -> None:
+def test_weight_update_keeps_expert_adapters(base: Path, tmp_path: Path) -> None:
     changed = tmp_path / "changed"
     shutil.copytree(base, changed)
     tensors = load_file(base / "model.safetensors")

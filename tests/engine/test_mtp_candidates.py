@@ -1,4 +1,4 @@
-"""Drafts of MTP layers, compared with the candidates of transformers' ``generate(use_mtp=True)``."""
+"""Drafts of MTP layers, compared with the draft tokens of transformers' ``generate(use_mtp=True)``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEW_TOKENS = 12
 
 
 def add_mtp_layer(folder: Path, config: PreTrainedConfig) -> str:
-    """Add a random MTP layer after the last layer; return the prefix of its tensors' names."""
+    """Add an MTP layer with random weights after the last layer; return the prefix of its tensor names."""
     torch.manual_seed(4)
     tensors = load_file(folder / "model.safetensors")
     size, last = config.hidden_size, config.num_hidden_layers - 1
@@ -51,7 +51,7 @@ def test_mtp_drafts_equal_candidates_of_transformers(
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     model._keys_to_ignore_on_load_unexpected = [
         rf"{name}\."
-    ]  # transformers lists the layer numbers of published checkpoints
+    ]  # transformers lists the MTP layers of published checkpoints only
     candidates: dict[tuple[int, ...], list[int]] = {}
     compute = MTPCandidateGenerator.get_candidates
 

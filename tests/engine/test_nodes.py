@@ -1,4 +1,4 @@
-"""Engines on several nodes (network namespaces) give the bits of one rank. A node that is killed, stopped or
+"""Engines on several nodes (network namespaces): bits equal to one rank's. A node that is killed, stopped or
 disconnected is named in the error and ends the engine, which starts again with the node."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from test_downloads import Command
 from test_executors import lose_worker, request, run
 from test_hub import NEW, Hub
 from test_ranks import HEADS, OPTIONS, FaultInjector, Grid, parallel, ranks, results, tokens
-from test_ranks import checkpoint as checkpoint  # the fixture
+from test_ranks import checkpoint as checkpoint  # the checkpoint fixture
 from test_seed_paddlenlp import PORTS, SEVERAL, START, Terminal
 from test_speculation import with_head
 from torch import Tensor
@@ -51,10 +51,11 @@ from penstock.engine.executor.rendezvous import Listener
 from penstock.parallel import Shard
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
-from penstock.parallel.shared_memory import PeerLink, SharedMemoryGroup, create_memory  # needs the kernels
+# the module imports the compiled kernels
+from penstock.parallel.shared_memory import PeerLink, SharedMemoryGroup, create_memory
 
 TIMEOUT = 4.0
-"""``engine_iteration_timeout`` in seconds."""
+"""Value of ``engine_iteration_timeout`` in seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def machines() -> Iterator[Namespaces]:
 
 @pytest.fixture(scope="module", autouse=True)
 def secret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Path of the cluster's secret; all machines share a file system."""
+    """Path of the cluster secret file. All nodes share a file system."""
     folder = tmp_path_factory.mktemp("config")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(folder))
@@ -88,7 +89,7 @@ def options_of(checkpoint: Path, grid: Grid, nnodes: int, **more: Any) -> dict[s
 
 
 def node(machines: Namespaces, rank: int, options: dict[str, Any], **environment: str) -> Served:
-    """Start the process of a node as its user does."""
+    """Return the server process of one node, configured by flags only."""
     flags = []
     for name, value in (options | {"node_rank": rank}).items():
         flag = f"--{name.replace('_', '-')}"
@@ -99,7 +100,7 @@ def node(machines: Namespaces, rank: int, options: dict[str, Any], **environment
 
 @contextmanager
 def nodes(machines: Namespaces, options: dict[str, Any], **environment: str) -> Iterator[list[Served]]:
-    """Start all nodes but the first; end them with SIGTERM."""
+    """Start all nodes except node 0; end them with SIGTERM."""
     started = [node(machines, rank, options, **environment) for rank in range(1, options["nnodes"])]
     try:
         yield started
@@ -120,7 +121,7 @@ def engine_on(machines: Namespaces, options: dict[str, Any]) -> Engine:
 @pytest.mark.parametrize(
     ("grid", "nnodes"),
     [
-        ((3, 2), 3),  # each stage is on two nodes, and one node has two stages
+        ((3, 2), 3),  # each stage spans two nodes, and one node has ranks of two stages
         pytest.param((1, 2), 2, marks=pytest.mark.thorough),
         pytest.param((2, 1), 2, marks=pytest.mark.thorough),
         pytest.param((4, 1), 2, marks=pytest.mark.thorough),
@@ -153,7 +154,7 @@ def test_connections_cover_all_communicating_ranks() -> None:
         for rank in ranks:
             others = {other.node for other in ranks if other.stage == rank.stage} - {rank.node}
             assert {other.node for other in ranks if rank.sends_to(other)} == others, (
-                "a rank sends to one rank of each other node of its stage"
+                "each rank must send to one rank of every other node of its stage"
             )
             for other in ranks:
                 communicate = rank.sends_to(other) or (rank.precedes(other) and rank.node != other.node)
@@ -161,14 +162,14 @@ def test_connections_cover_all_communicating_ranks() -> None:
 
 
 HEADER = struct.Struct("<Qqqqqii")
-"""Place, offset, bytes of a row, stride, number of rows; flags: rows are numbered, the step has failed."""
+"""Message header: place, offset, bytes per row, stride, number of rows; flags: numbered rows, failed step."""
 FIRST_PLACE = (1 << 24) + 1
-"""The first barrier of the first step."""
+"""Place of the first barrier of the first step."""
 
 
 @contextmanager
 def group_of_two() -> Iterator[tuple[SharedMemoryGroup, socket.socket]]:
-    """Group of one of two ranks, and the other node's end of the connection between them."""
+    """Yield rank 0 of a group of two ranks, and the remote end of its connection to rank 1."""
     memory = create_memory()
     local, other = socket.socketpair()
     try:
@@ -187,7 +188,7 @@ def test_fragmented_outputs_of_another_node_are_gathered() -> None:
         with group.step():
             rows = np.arange(6, dtype=np.float32).reshape(3, 2)
             message = HEADER.pack(FIRST_PLACE, 4096 + 8, 8, 16, 3, 0, 0) + rows.tobytes()
-            message += HEADER.pack(2 << 24, 0, 0, 0, 0, 0, 0)  # the end of the step
+            message += HEADER.pack(2 << 24, 0, 0, 0, 0, 0, 0)  # header that ends the step
 
             def send() -> None:
                 for byte in message:
@@ -204,14 +205,14 @@ def test_fragmented_outputs_of_another_node_are_gathered() -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        (FIRST_PLACE, 0, 8, 16, 3, 0, 0),  # overwrites the ranks' places
+        (FIRST_PLACE, 0, 8, 16, 3, 0, 0),  # would overwrite the ranks' places
         (FIRST_PLACE, 2**36 - 8, 8, 16, 3, 0, 0),
         (FIRST_PLACE, 4096, 8, 2**62, 3, 0, 0),
         (FIRST_PLACE, 4096, 8, -16, 3, 0, 0),
         (FIRST_PLACE, 4096, 2**61, 16, 8, 0, 0),
         (FIRST_PLACE, 4096, 8, 16, 2**61, 0, 0),
         (FIRST_PLACE, -8, 8, 16, 3, 0, 0),
-        (FIRST_PLACE, 4096, 8, 8, 3, 1, 0),  # negative row numbers
+        (FIRST_PLACE, 4096, 8, 8, 3, 1, 0),  # all row numbers are negative
     ],
 )
 def test_message_outside_shared_memory_is_a_lost_connection(header: tuple[int, ...]) -> None:
@@ -253,7 +254,7 @@ def test_lost_node_is_named_and_rejoins(machines: Namespaces, checkpoint: Path, 
         (kill_local_rank, r"the worker of rank 0 \(process {0}\) ended: killed by SIGKILL"),
         (stop_node, r"node 1 \(.*, 10.0.0.2\) has not answered in time"),
         (disconnect, r"the connection to node 1 \(.*, 10.0.0.2\) is lost: connection timed out"),
-        (kill_node, r"the connection to node 1 \(.*, 10.0.0.2\) is lost: (it was closed|connection reset)"),
+        (kill_node, r"the connection to node 1 \(.*, 10.0.0.2\) is lost: connection (closed by the peer|reset)"),
     ]
     with nodes(machines, options) as (served,):
         expected = None
@@ -274,7 +275,7 @@ def test_lost_node_is_named_and_rejoins(machines: Namespaces, checkpoint: Path, 
                 deadline = time.monotonic() + 30
                 while (left := worker_pids(served.pid)) and time.monotonic() < deadline:
                     time.sleep(0.01)
-                assert not left, "a rank is left on the other node"
+                assert not left, "a worker is still running on the other node"
                 assert not any(Path(f"/proc/{pid}").exists() for pid in pids[:1])
         served.kill()
 
@@ -283,7 +284,7 @@ def test_lost_node_is_named_and_rejoins(machines: Namespaces, checkpoint: Path, 
 def test_step_failing_on_one_node_fails_on_all(
     machines: Namespaces, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing else fails: all ranks compute the next step together."""
+    """Only this step fails: all ranks compute the next one together."""
     options = options_of(checkpoint, (2, 1), 2, engine_iteration_timeout=30.0)
     with ranks(checkpoint, (1, 1)) as (engine, _):
         expected = {n: tokens(engine, n) for n in (1, 2, 8)}
@@ -299,7 +300,7 @@ def test_step_failing_on_one_node_fails_on_all(
             assert engine.failure is None
             assert {n: tokens(engine, n) for n in (1, 8, 2)} == expected
         os.kill(pids[1], signal.SIGKILL)
-        while engine.failure is None:  # an idle engine notices, too: all ranks are asked for statistics
+        while engine.failure is None:  # an idle engine asks all ranks for statistics
             assert engine.gpu_memory == 0
         assert f"process {pids[1]}) of node 1" in engine.failure.message
 
@@ -307,7 +308,7 @@ def test_step_failing_on_one_node_fails_on_all(
 @pytest.mark.thorough
 @pytest.mark.usefixtures("shared_secret")
 def test_disconnected_nodes_end_the_engine(machines: Namespaces, checkpoint: Path) -> None:
-    """Node 0 still reaches both, but the engine cannot start until they reach each other."""
+    """Node 0 still reaches both nodes. A new engine starts only when they reach each other again."""
     options = options_of(checkpoint, (3, 1), 3)
     with nodes(machines, options):
         try:
@@ -344,7 +345,7 @@ def test_drafts_on_several_nodes_keep_tokens(machines: Namespaces, tmp_path: Pat
 def test_mismatched_nodes_are_refused(
     machines: Namespaces, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each with a message. Node 0 waits for a matching node, or ends with a message after ``node_timeout``."""
+    """Every refused node reports why. Node 0 keeps waiting for a matching node, until ``node_timeout`` ends it."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "own"))
     options = options_of(checkpoint, (2, 1), 2)
     with pytest.raises(PenstockError, match=r"cluster-secret cannot be read .No such file.*copy the file of node 0"):
@@ -365,10 +366,10 @@ def test_mismatched_nodes_are_refused(
     readable.write_text("another secret of the tests")
     readable.chmod(0o644)
     refused = [
-        ({"quantization": "w8a8"}, "quantization is 'w8a8' there and 'none' on node 0"),
-        ({"nnodes": 4, "tensor_parallel_size": 4}, "nnodes is 4 there and 2 on node 0"),
+        ({"quantization": "w8a8"}, "quantization is 'w8a8' on the node and 'none' on node 0"),
+        ({"nnodes": 4, "tensor_parallel_size": 4}, "nnodes is 4 on the node and 2 on node 0"),
         ({"model": str(other)}, "its checkpoint differs from node 0's"),
-        ({"cluster_secret_file": str(readable)}, "is accessible to other users: chmod 600"),
+        ({"cluster_secret_file": str(readable)}, "is accessible to other users: run chmod 600"),
     ]
     started = [(node(machines, 1, options | different), message) for different, message in refused]
     wrong_secret = tmp_path / "wrong-secret"
@@ -398,7 +399,7 @@ def test_mismatched_nodes_are_refused(
 @pytest.mark.usefixtures("shared_secret")
 def test_node_with_other_fingerprint_is_refused(machines: Namespaces, checkpoint: Path) -> None:
     options = options_of(checkpoint, (2, 1), 2)
-    message = r"rank 1 .* of node 1 .* differs from rank 0: fingerprint .*portable.* there and "
+    message = r"rank 1 .* of node 1 .* differs from rank 0: fingerprint .*portable.* instead of "
     with nodes(machines, options, PENSTOCK_ISA="portable"), pytest.raises(PenstockError, match=message):
         engine_on(machines, options)
 
@@ -406,7 +407,7 @@ def test_node_with_other_fingerprint_is_refused(machines: Namespaces, checkpoint
 @pytest.mark.thorough
 @pytest.mark.usefixtures("shared_secret")
 def test_second_node_of_same_rank_waits_for_end_of_first(machines: Namespaces, checkpoint: Path) -> None:
-    """As after a network failure that node 0 has not noticed."""
+    """This happens after a network failure that node 0 has not detected yet."""
     options = options_of(checkpoint, (3, 1), 3)
     engines: list[Engine] = []
     waiting = threading.Thread(target=lambda: engines.append(engine_on(machines, options)))
@@ -415,7 +416,7 @@ def test_second_node_of_same_rank_waits_for_end_of_first(machines: Namespaces, c
     try:
         served[0].find("joined node 0")
         served.append(node(machines, 1, options))
-        served[1].find("10.0.0.2 has joined as node_rank 1 before it")
+        served[1].find("10.0.0.2 has already joined as node_rank 1")
         os.kill(served[0].pid, signal.SIGKILL)
         served[1].find("joined node 0")
         served.append(node(machines, 2, options))
@@ -439,7 +440,7 @@ def test_second_node_of_same_rank_waits_for_end_of_first(machines: Namespaces, c
         ({"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "192.0.2.99"}, "cannot listen on 192.0.2.99:29501"),
         (
             {"nnodes": 2, "tensor_parallel_size": 2, "cluster_secret_file": "/none"},
-            "/none cannot be read .*without this option a secret",
+            "/none cannot be read .*leave out this option to create a secret",
         ),
     ],
 )
@@ -449,7 +450,7 @@ def test_invalid_node_options_are_refused(checkpoint: Path, options: dict[str, A
         Engine(EngineOptions(model=str(checkpoint), **OPTIONS | options))
 
 
-def test_processes_creating_the_secret_concurrently_get_the_same(
+def test_processes_that_create_secret_concurrently_read_same_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     barrier = threading.Barrier(8)
@@ -466,17 +467,17 @@ def test_processes_creating_the_secret_concurrently_get_the_same(
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_unauthenticated_connections_get_nothing_and_block_nobody() -> None:
+def test_unauthenticated_connections_are_closed_and_block_no_node() -> None:
     listener = Listener("127.0.0.1", 0, b"a secret of the tests")
     address = "127.0.0.1", listener.port
     try:
-        idle = [socket.create_connection(address) for _ in range(100)]  # more than are authenticated at a time
+        idle = [socket.create_connection(address) for _ in range(100)]  # more than are authenticated at once
         nested = b"\x81\xa1x" + b"\x91" * 1000 + b"\x90"
         deep = len(nested).to_bytes(8, "little") + bytes(4) + nested
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", (2**60).to_bytes(8, "little") + bytes(100), bytes(12), deep):
             with socket.create_connection(address, 10) as stranger:
                 stranger.sendall(garbage)
-                while stranger.recv(4096):  # the challenge, then the end
+                while stranger.recv(4096):  # read the challenge until the connection is closed
                     pass
         with pytest.raises(SecretError, match="another cluster secret"):
             connect(address, b"another secret")
@@ -531,7 +532,7 @@ def test_nodes_are_accepted_after_descriptors_ran_out(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("timeout", [0.1, 1e6, 1e12, float("inf")])
 def test_keep_alive_accepts_any_timeout(timeout: float) -> None:
-    """Also above the kernel's maximum."""
+    """Timeouts above the kernel's maximum are accepted."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         closing(NodeLink(socket.create_connection(server.getsockname()))) as link,
@@ -546,7 +547,7 @@ def test_keep_alive_accepts_any_timeout(timeout: float) -> None:
 @pytest.mark.row("vllm", "--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless")
 @pytest.mark.usefixtures("shared_secret")
 def test_server_recovers_from_killed_node(machines: Namespaces, checkpoint: Path) -> None:
-    """The log names the missing node. Clients get an error when it is killed, and answers once it is back."""
+    """The log names the missing node. Clients get an error after the kill, and answers after the node has rejoined."""
     flags = ["--model", str(checkpoint), "--dtype", "float32", "--weight-cache-dir", "none", "--max-model-len", "256"]
     flags += ["--num-gpu-blocks-override", "40", "--engine-iteration-timeout", "10", "--master-addr", "10.0.0.1"]
     flags += ["-tp", "2", "--node-timeout", "60", "--master-port", "29555"]
@@ -605,7 +606,7 @@ def test_nodes_rejoin_restarted_engine(machines: Namespaces, checkpoint: Path) -
     try:
         served.start()
         os.kill(served.pids["engine"][0], signal.SIGKILL)
-        other.find("lost node 0 at 10.0.0.1:29501: (it was closed|connection reset)")
+        other.find("lost node 0 at 10.0.0.1:29501: connection (closed by the peer|reset)")
         seen = len(other.lines)
         other.find("ready: node 1 of 2", after=seen)
         body = {"model": str(checkpoint), "prompt": "abc", "max_tokens": 3}
@@ -627,8 +628,8 @@ def test_nodes_rejoin_restarted_engine(machines: Namespaces, checkpoint: Path) -
 
 @pytest.mark.row("paddlenlp", "MP_NNODE", "POD_IPS", "POD_0_IP", "INTER_PROC_PORT", "start_server")
 @pytest.mark.usefixtures("shared_secret")
-def test_two_node_commands_of_paddlenlp_work_as_documented(machines: Namespaces, tmp_path: Path) -> None:
-    """With one device per node."""
+def test_two_node_commands_of_paddlenlp_start_two_nodes(machines: Namespaces, tmp_path: Path) -> None:
+    """Each of the two nodes has one device."""
     several = SEVERAL.replace("MP_NUM=16", "MP_NUM=2").replace("0,1,2,3,4,5,6,7", "0")
     script = f"{PORTS}{several}{START}"
     for folder in ("first", "second"):
@@ -662,7 +663,7 @@ def test_two_node_commands_of_paddlenlp_work_as_documented(machines: Namespaces,
 @pytest.mark.thorough
 @pytest.mark.usefixtures("shared_secret")
 def test_mpirun_starts_and_stops_two_nodes(machines: Namespaces, tmp_path: Path) -> None:
-    """mpirun reaches them by a program instead of ssh. They share a file system, as in some clusters."""
+    """mpirun reaches the nodes through a program instead of ssh. The nodes share a file system, as in some clusters."""
     terminal = Terminal(tmp_path)
     agent = tmp_path / "agent"
     names = " ".join(f"{address}) space={name};;" for address, name in machines.names.items())
@@ -699,7 +700,7 @@ def test_torchrun_starts_several_nodes(machines: Namespaces, checkpoint: Path) -
             assert httpx.post(f"{served[0].url}/completions", json=body).status_code == 200
     finally:
         for each in served:
-            each.terminate()  # its child processes are in other sessions
+            each.terminate()  # torchrun's child processes are in other sessions
         for each in served:
             each.ended()
             each.kill()

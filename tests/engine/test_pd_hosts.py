@@ -1,4 +1,4 @@
-"""Prefill instance, decode instance and scheduler on three hosts (network namespaces), set up by rank tables."""
+"""Scheduler, prefill instance and decode instance on three hosts (network namespaces), configured by rank tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built",
 
 
 class Hosts:
-    """Servers on three hosts: scheduler, prefill and decode instance."""
+    """Three hosts with one server each: scheduler, prefill instance, decode instance."""
 
     def __init__(self, machines: Namespaces, folder: Path) -> None:
         self.machines = machines
@@ -52,13 +52,13 @@ class Hosts:
         self.scheduler, self.prefill, self.decode = self.servers
 
     def ask(self, **changes: Any) -> httpx.Response:
-        """Request a completion from the scheduler, on its host."""
+        """Send a completion request to the scheduler from its host."""
         with self.machines.inside(0):
             body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, **changes}
             return httpx.post("http://127.0.0.1:9000/v1/completions", json=body)
 
     def instances(self) -> dict[str, dict[str, Any]]:
-        """The scheduler's report on its instances, by role."""
+        """Return the scheduler's report on its instances, by role."""
         with self.machines.inside(0):
             found = httpx.get("http://127.0.0.1:9000/penstock/instances").json()["instances"]
         return {instance["role"]: instance for instance in found}
@@ -92,7 +92,7 @@ def text(answer: httpx.Response) -> str:
 
 
 def test_hosts_give_answer_of_single_server(hosts: Hosts) -> None:
-    """Prefill on two ranks, decode on one rank, KV transfer over TCP."""
+    """Two ranks compute the prompt, one rank decodes, and KV is transferred over TCP."""
     with Served("--num-gpu-blocks-override", "120", "--generation-config", "vllm") as single:
         body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0}
         expected = httpx.post(f"{single.url}/completions", json=body).json()["choices"][0]["text"]
@@ -110,7 +110,7 @@ def test_disconnected_hosts_are_lost_and_rejoin(hosts: Hosts) -> None:
         if role == "prefill":
             assert text(hosts.ask(prompt=f"{PROMPT} Again.", max_tokens=3)) is not None
         until(lambda role=role: "lost" in hosts.state(role))  # type: ignore[misc]
-        assert time.monotonic() - began < 2 * HEARTBEAT_TIMEOUT + 35  # kv_timeout is 30
+        assert time.monotonic() - began < 2 * HEARTBEAT_TIMEOUT + 35  # kv_timeout is 30 s
         if role == "decode":
             assert hosts.ask().status_code == 503
         hosts.machines.connect(host, True)
@@ -119,6 +119,6 @@ def test_disconnected_hosts_are_lost_and_rejoin(hosts: Hosts) -> None:
 
 
 def test_engine_of_only_device_is_bound_to_all_cores(hosts: Hosts) -> None:
-    """The decode instance has the only device of its host; the prefill instance's ranks would divide the cores."""
+    """The decode instance has its host's only device. With several devices, each is bound to a part of the cores."""
     (engine,) = hosts.decode.pids["engine"]
     assert os.sched_getaffinity(engine) == os.sched_getaffinity(0)

@@ -1,4 +1,4 @@
-"""``penstock plan``: compared with transformers' parameters, the engine's log and the documentation's numbers."""
+"""``penstock plan``: compared with transformers' parameter counts, the engine's log and published numbers."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_plan_includes_weights_of_draft_model(capsys: pytest.CaptureFixture[str]
 
 
 def test_ranks_and_replicas_share_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each of two ranks has half of every block, each of two replicas half of the blocks."""
+    """Each of two ranks stores half of every block. Each of two replicas has half of the blocks."""
     single, ranks, replicas = (
         planned(capsys, *flags)["total_block_num"]
         for flags in ((), ("--tensor-parallel-size", "2"), ("--data-parallel-size", "2"))
@@ -150,11 +150,11 @@ def test_quantized_weights_take_planned_bytes(
     expected = planned(capsys, "--quantization", quantization)["weight_bytes"]
     assert files[0].stat().st_size == pytest.approx(
         expected, rel=0.15, abs=2 * 2**21
-    )  # the header takes whole huge pages
+    )  # tolerance: the header fills whole huge pages
 
 
 def test_plan_is_for_largest_pipeline_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each rank needs the memory of the largest stage."""
+    """The plan applies to every rank: it is the memory of the largest stage."""
     whole, halves = planned(capsys), planned(capsys, "--pipeline-parallel-size", "2")
     layers = json.loads((demo.CHAT / "config.json").read_text())["num_hidden_layers"]
     largest = round(halves["kv_bytes_per_token"] / whole["kv_bytes_per_token"] * layers)
@@ -174,7 +174,7 @@ def test_formulas_give_documented_numbers() -> None:
     assert block_ratio(3000, 100) == 1
     assert kv_cache_ratio(3, 1) == 0.75
     found = CachePlan(17220, 64, 1, 8192, 0.75)
-    assert found.prompt_blocks == 12915  # as in FastDeploy's log
+    assert found.prompt_blocks == 12915  # number of prompt blocks in FastDeploy's log
     assert found.max_num_seqs(1000) == 128 and found.max_num_seqs(10_000) == 27
     assert CachePlan(40 * 128, 64, 1, 8192, 0.75).sequences == 40
     assert CachePlan(40 * 128, 64, 1, 32768, 0.75).sequences == 10
@@ -184,7 +184,7 @@ def test_formulas_give_documented_numbers() -> None:
     assert CachePlan(1, 64, 1, 64, 1.0).max_num_seqs(2000) == 1
 
 
-def test_plan_for_given_gpu_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_uses_given_gpu_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(CONFIGS["llama"], tmp_path)
     found = planned(capsys, "--model", str(tmp_path), "--gpu-memory", "1", "--gpu-memory-utilization", "0.5")
     assert found["room_bytes"] == 2**29 - found["weight_bytes"]
@@ -204,7 +204,7 @@ def test_plan_for_given_gpu_memory(tmp_path: Path, capsys: pytest.CaptureFixture
     assert halved["room_bytes"] == pytest.approx((0.9 - 0.1) * 2**30 - halved["weight_bytes"], abs=2)
 
 
-def test_recommendations_follow_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recommendations_depend_on_input_and_output_length(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--kv-cache-sequences", "40", "--input-len", "300", "--output-len", "1500")
     assert found["recommended"] == {
         "kv_cache_ratio": 0.167,
@@ -239,7 +239,7 @@ def test_plan_prints_table(capsys: pytest.CaptureFixture[str]) -> None:
     "DeepSeek-R1-MTP-2nodes/weight_only_int8",
 )
 def test_block_bs_equals_paddlenlp_recommendation_on_one_node(capsys: pytest.CaptureFixture[str]) -> None:
-    """PaddleNLP's table has eight rows: the computed values equal those for one node, and differ for two nodes."""
+    """PaddleNLP's table has eight rows. The computed values equal those for one node, but not those for two nodes."""
     assert main(["plan", "block-bs", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["recommended"] for row in rows] == [40, 36, 40, 36, 50, 36, 40, 36]

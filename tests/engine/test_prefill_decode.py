@@ -1,8 +1,8 @@
 """Prefill and decode engines: every request gets the tokens and logprob bytes of a single engine, with engines of any
 sizes and with faults of the messages between them.
 
-``PENSTOCK_PD_REQUESTS`` is the number of random requests, ``PENSTOCK_PD_SCHEDULES`` that of schedules of engines with
-small caches.
+``PENSTOCK_PD_REQUESTS`` sets the number of random requests, ``PENSTOCK_PD_SCHEDULES`` the number of schedules for
+engines with small caches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built",
 
 REQUESTS = int(os.environ.get("PENSTOCK_PD_REQUESTS", "120"))
 AT_ONCE = 100
-"""Number of requests that are open at the same time, below the limit of the queues."""
+"""Maximum number of concurrently open requests, below the limit of the queues."""
 SCHEDULES = int(os.environ.get("PENSTOCK_PD_SCHEDULES", "6"))
 SEED = os.environ.get("PENSTOCK_PD_SEED", "")
 checkpoint = test_exactness.checkpoint
@@ -104,11 +104,11 @@ class Cluster:
         return any(engine.busy for engine in self.decode)
 
     def counts(self, name: str) -> int:
-        """Sum of a counter over the decode engines."""
+        """Return the sum of a counter over the decode engines."""
         return sum(_connector(engine).counts[name] for engine in self.decode)
 
     def wait_until_free(self, seconds: float = 60) -> None:
-        """Step until all blocks and all slots of transfer buffers are free. Raises ``TimeoutError``."""
+        """Step until all blocks and transfer buffer slots are free. Raises ``TimeoutError`` after ``seconds``."""
         end = time.monotonic() + seconds
         while self._in_use():
             if time.monotonic() > end:
@@ -189,7 +189,7 @@ def test_transfers_by_nixl_give_same_results(checkpoint: Path, secret: str) -> N
 
 
 def draw_long_requests(rng: Random, count: int) -> list[EngineRequest]:
-    """Draw requests whose prompts are transferred and take at least two slots of the buffer."""
+    """Draw requests with a transferred prompt that takes at least two slots of the buffer."""
     drawn = (draw_request(rng, number) for number in itertools.count())
     return list(itertools.islice((r for r in drawn if len(r.prompt) > 70 and _is_transferred(r)), count))
 
@@ -209,7 +209,7 @@ def _is_transferred(request: EngineRequest) -> bool:
     ids=["a flipped bit", "swapped slots", "a wrong epoch", "every piece wrong"],
 )
 def test_corrupted_pieces_are_detected(checkpoint: Path, secret: str, fault: Fault, counter: str) -> None:
-    """They are read again, or the prompt is recomputed; no answer is wrong."""
+    """Corrupted pieces are read again, or the decode engine recomputes the prompt; no answer is wrong."""
     rng = Random(counter)
     requests = draw_long_requests(rng, 20)
     alone = run(start(checkpoint, "bfloat16 none auto", threads=1), requests)
@@ -244,7 +244,7 @@ def test_slot_overwritten_during_read_is_detected(checkpoint: Path, secret: str)
 
 
 def test_prompt_without_prefill_engine_is_recomputed_or_fails(checkpoint: Path, secret: str) -> None:
-    """By ``kv_load_failure``, the decode engine computes it, or the request fails. Closed engines cause no wait."""
+    """``kv_load_failure`` selects: the decode engine recomputes the prompt, or the request fails, without a timeout."""
     rng = Random("gone")
     requests = draw_long_requests(rng, 4)
     alone = run(start(checkpoint, "bfloat16 none auto", threads=1), requests)
@@ -266,7 +266,7 @@ def test_prompt_without_prefill_engine_is_recomputed_or_fails(checkpoint: Path, 
 
 
 def test_restarted_prefill_engine_is_used_again(checkpoint: Path, secret: str) -> None:
-    """At once, although no request waits for it meanwhile."""
+    """The decode engine reconnects without delay, although no request is waiting for the prefill engine."""
     rng, kind = Random("back"), "bfloat16 none auto"
     requests = draw_long_requests(rng, 30)
     (port,) = free_ports(1)
@@ -293,8 +293,8 @@ def test_restarted_prefill_engine_is_used_again(checkpoint: Path, secret: str) -
 
 
 def test_mismatched_engines_refuse_each_other(checkpoint: Path, secret: str, caplog: Any) -> None:
-    """Other weights, KV cache or fingerprint: a log line names the difference, and the decode engine computes the
-    prompt."""
+    """Engines differ in weights, KV cache or fingerprint. The log names the difference, and the decode engine computes
+    the prompt."""
     rng = Random("other")
     [request] = draw_long_requests(rng, 1)
     for options, message in (
@@ -314,7 +314,7 @@ def test_mismatched_engines_refuse_each_other(checkpoint: Path, secret: str, cap
 
 
 def draw_options(rng: Random) -> dict[str, Any]:
-    """Options of an engine of either role with a small cache."""
+    """Draw the options that both roles have, for an engine with a small cache."""
     block_size = rng.choice((16, 16, 32, 48))
     blocks = -(-LONGEST // block_size)
     return {
@@ -345,8 +345,8 @@ def draw_decode_options(rng: Random, checkpoint: Path) -> dict[str, Any]:
 
 
 def test_small_caches_and_ended_requests_keep_other_results(checkpoint: Path, secret: str) -> None:
-    """Requests are preempted, aborted or time out, and caches are cleared on either side. The other requests get their
-    results, and every block and slot is freed."""
+    """Requests are preempted, aborted or time out, and prefix caches are cleared on either side. The other requests get
+    their results, and every block and slot is freed."""
     rng = Random(f"little room {SEED}")
     kind = "float32 none auto"
     requests = draw_long_requests(rng, 14)
@@ -370,10 +370,10 @@ def test_small_caches_and_ended_requests_keep_other_results(checkpoint: Path, se
 
 
 def _run_some(cluster: Cluster, requests: list[EngineRequest], rng: Random, ending: float) -> dict[str, Result]:
-    """Run requests; some are aborted or reach their deadline. Return the results of the others.
+    """Run requests of which some are aborted or time out; return the results of the others.
 
     Args:
-        ending: probability before each step that a request is aborted, and that a cache is cleared.
+        ending: probability per step that a request is aborted, and probability per step that a cache is cleared.
     """
     outputs: dict[str, dict[int, list[Any]]] = {}
     remaining = rng.sample(requests, len(requests))
@@ -387,7 +387,7 @@ def _run_some(cluster: Cluster, requests: list[EngineRequest], rng: Random, endi
             deadline = time.monotonic() + rng.random() if rng.random() < 4 * ending else None
             try:
                 cluster.add(msgspec.structs.replace(request, deadline=deadline, priority=rng.randint(-3, 3)))
-            except PenstockError as error:  # too many sequences for this cache
+            except PenstockError as error:  # the cache cannot hold all of the request's sequences
                 assert error.failure.code is Code.INVALID
                 continue
             running.append(request.request_id)
@@ -411,11 +411,11 @@ def _run_some(cluster: Cluster, requests: list[EngineRequest], rng: Random, endi
 
 
 def test_weight_updates_and_sleep_give_old_or_new_results(checkpoint: Path, secret: str, tmp_path: Path) -> None:
-    """Each request has the result of the old or of the new weights, although the engines change one after the other
-    while KV of both is in transit. A sleep changes no bit. Blocks and slots are freed."""
+    """Engines change weights one after the other while KV is in transit between them: each request has the result of
+    either the old or the new weights. Sleeping changes no bit. All blocks and slots are freed."""
     kind, folders = "bfloat16 none auto", [checkpoint, perturbed(checkpoint, tmp_path / "other")]
     drawn = draw_long_requests(Random("weights"), 16)
-    requests = [each for each in drawn if not each.sampling.guided_decoding]  # other weights may not satisfy a grammar
+    requests = [each for each in drawn if not each.sampling.guided_decoding]  # other weights may violate a grammar
     alone = [run(start(folder, kind, threads=1), requests) for folder in folders]
     assert alone[0] != alone[1]
     for number in range(SCHEDULES):
@@ -451,7 +451,7 @@ def test_weight_updates_and_sleep_give_old_or_new_results(checkpoint: Path, secr
 
 
 def _change(engine: Engine, action: str, folder: Path, rng: Random) -> Iterator[None]:
-    """Change an engine's weights, or let it sleep for a few steps; resume the iterator after each step."""
+    """Change an engine's weights, or put it to sleep for a few steps. Resume the iterator after each engine step."""
     if action == "weights":
         steps = [lambda: engine.weights.load(str(folder)), lambda: engine.weights.commit("finish")]
     else:
@@ -467,7 +467,7 @@ def _change(engine: Engine, action: str, folder: Path, rng: Random) -> Iterator[
 
 
 def test_abort_is_sent_to_prefill_engine(checkpoint: Path, secret: str) -> None:
-    """Also by an otherwise idle decode engine, whose blocks are free at once."""
+    """An otherwise idle decode engine sends the abort message, and its blocks are free at once."""
     rng = Random("aborted")
     [request] = draw_long_requests(rng, 1)
     cluster = Cluster(checkpoint, "bfloat16 none auto", secret, rng, [{"max_num_batched_tokens": 16}], [{}])
@@ -478,7 +478,7 @@ def test_abort_is_sent_to_prefill_engine(checkpoint: Path, secret: str) -> None:
         pool = decode.scheduler.device_pool
         assert pool.num_used
         wait([_connector(prefill).activity], 10)
-        prefill.step()  # computes too little to offer anything
+        prefill.step()  # computes 16 tokens, too few for an offer
         decode.abort(request.request_id)
         while decode.busy:
             decode.step()
@@ -491,7 +491,7 @@ def test_abort_is_sent_to_prefill_engine(checkpoint: Path, secret: str) -> None:
 
 
 def test_wakeup_is_cleared_when_events_are_taken(checkpoint: Path, secret: str) -> None:
-    """``wakeup`` is not readable after its events were taken, however soon: an idle engine waits for it."""
+    """``wakeup`` is not readable after ``poll``, even if it was just being set: an idle engine waits for it."""
     rng = Random("wakeup")
     cluster = Cluster(checkpoint, "bfloat16 none auto", secret, rng, [{}], [{}])
     try:
@@ -502,7 +502,7 @@ def test_wakeup_is_cleared_when_events_are_taken(checkpoint: Path, secret: str) 
             connector.poll()
             taken.set()
 
-        connector.activity.add_done_callback(take)  # called by the thread that sets wakeup, while it does
+        connector.activity.add_done_callback(take)  # called by the thread that is setting wakeup
         cluster.add(draw_long_requests(rng, 1)[0])
         cluster.decode[0].step()
         assert taken.wait(10)
@@ -512,7 +512,7 @@ def test_wakeup_is_cleared_when_events_are_taken(checkpoint: Path, secret: str) 
 
 
 def test_imports_take_no_more_blocks_than_kv_cache_ratio(checkpoint: Path, secret: str) -> None:
-    """Otherwise no blocks would be left for sequences to grow, and they would run one after the other."""
+    """If imports took all blocks, sequences could not grow and would run one after the other."""
     rng = Random("growth")
     sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     requests = [
@@ -530,14 +530,14 @@ def test_imports_take_no_more_blocks_than_kv_cache_ratio(checkpoint: Path, secre
 
 
 def test_full_decode_engine_leaves_prompts_to_prefill_engine(checkpoint: Path, secret: str) -> None:
-    """After a timeout it computes the first prompt of the queue, but not all prompts that have waited as long."""
+    """After a timeout, the full engine computes the first prompt of its queue, but not all others that have waited."""
     rng = Random("full")
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     requests = [
         EngineRequest(request_id=str(i), prompt=[rng.randrange(2, 300) for _ in range(120)], sampling=sampling)
         for i in range(7)
     ]
-    decode = {"num_gpu_blocks_override": 18}  # two sequences
+    decode = {"num_gpu_blocks_override": 18}  # enough blocks for two sequences
     cluster = Cluster(checkpoint, "bfloat16 none auto", secret, rng, [{}], [decode], kv_timeout=0.5)
     scheduler = cluster.decode[0].scheduler
     try:

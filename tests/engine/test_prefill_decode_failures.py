@@ -1,5 +1,5 @@
-"""Prefill and decode instances that fail under load: every request gets the answer of a single instance or an error,
-and all resources are released. ``make reliability-pd`` runs all faults."""
+"""Prefill and decode instances that fail under load: each request gets the answer of a single instance or an error, and
+all resources are released. ``make reliability-pd`` runs all faults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_storm import KV_TIMEOUT, Deployment, FaultResult, Instance, Outcome, Rig
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
 FEW_BLOCKS = ("--max-model-len", "512", "--num-gpu-blocks-override", "10")
-"""Flags of a decode instance that computes two requests at a time."""
+"""Flags of a decode instance whose KV cache has room for two requests."""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 @pytest.fixture(scope="module")
 def right(deployment: Deployment) -> Right:
-    """Right answers, from the prefill instance: it computes requests sent to it without a decode instance."""
+    """Expected answers. The prefill instance computes requests that are sent to it directly."""
     (single,) = deployment.with_role("prefill")
     return asyncio.run(pd_storm.right_answers(single.served.root, pd_storm.questions(20)))
 
@@ -36,7 +36,7 @@ def run_with_fault(
 
 
 async def no_fault() -> None:
-    """Do nothing."""
+    """Inject no fault."""
 
 
 def test_decode_instance_out_of_blocks_answers_all_requests(deployment: Deployment, right: Right) -> None:
@@ -53,7 +53,7 @@ def test_killed_prefill_engine_fails_no_request(deployment: Deployment, right: R
 
 @pytest.mark.thorough
 def test_killed_decode_engine_fails_started_requests_only(deployment: Deployment, right: Right) -> None:
-    """Requests that it had started get an error."""
+    """Requests that the killed engine had started get an error."""
     victim = deployment.with_role("decode")[0]
     result = run_with_fault(deployment, right, victim, lambda: in_thread(victim.kill, victim.engine))
     result.assert_none(Outcome.BROKEN)

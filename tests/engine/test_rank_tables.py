@@ -1,4 +1,4 @@
-"""Rank tables: roles, cores and instances that they set, and messages for inconsistent tables."""
+"""Rank tables: the roles, cores and instances they set, and error messages for inconsistent tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TWO = ("--tensor-parallel-size", "2")
 
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder with the tables of a machine with the router, a prefill and a decode instance."""
+    """Folder with the rank tables of one machine: a router, a prefill instance and a decode instance."""
     monkeypatch.chdir(tmp_path)
     command = "ranktable --mode gen --ip 10.0.0.1 --prefill-server-list 4,5 --decode-server-list 6,7 --api-server"
     assert main(command.split()) == 0
@@ -28,7 +28,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def configuration(name: str, ports: str = "", **engine: Any) -> Configuration:
-    """Configuration of an instance of the tables."""
+    """Return the configuration of one instance of the tables."""
     server = ServerOptions(
         global_rank_table="global_ranktable_10.0.0.1.json",
         rank_table=f"local_ranktable_10.0.0.1_{name}.json",
@@ -131,7 +131,7 @@ def _change_group(table: dict[str, Any]) -> None:
             _change_device,
             "RANK_TABLE_FILE_PATH: 10.0.0.1 with the devices 4,6 is not in GLOBAL_RANK_TABLE_FILE_PATH",
         ),
-        ("67", _change_address, "whose instances are 10.0.0.1 with the devices 4,5; 10.0.0.1 with the devices 6,7"),
+        ("67", _change_address, "which lists 10.0.0.1 with the devices 4,5; 10.0.0.1 with the devices 6,7"),
         ("45", _change_group, "cannot be read as a local rank table"),
     ],
 )

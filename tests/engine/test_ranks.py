@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks and pipeline stages give the bits of one rank. A rank that dies, hangs or fails is named in the
+"""Tensor-parallel ranks and pipeline stages: bits equal to one rank's. A rank that dies, hangs or fails is named in the
 error and ends all ranks."""
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
-from penstock.parallel.shared_memory import SharedMemoryGroup, create_memory  # needs the kernels
+from penstock.parallel.shared_memory import SharedMemoryGroup, create_memory  # the module imports the compiled kernels
 
 KINDS = ("float32 none auto", "bfloat16 none auto", "bfloat16 w8a8 int8", "bfloat16 w4a8 auto", "bfloat16 wint8 int8")
-"""Data type, quantization of the weights, data type of the KV cache."""
+"""Kinds of engines: data type, quantization of the weights, data type of the KV cache."""
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 200, "weight_cache_dir": "none", "max_loras": 2}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
@@ -60,9 +60,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint with an adapter in ``adapter``."""
+    """Checkpoint with a LoRA adapter in the subfolder ``adapter``."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    sizes = SMALL | HEADS | {"vocab_size": 3584}  # that of the tokenizer, for grammars
+    sizes = SMALL | HEADS | {"vocab_size": 3584}  # vocabulary size of the tokenizer, which grammars need
     model = save(Qwen3Config(**sizes, head_dim=16, sliding_window=None), folder)
     targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
     adapted = get_peft_model(model, LoraConfig(r=3, target_modules=targets, init_lora_weights=False))
@@ -71,7 +71,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results(llm: LLM, adapter: Path) -> str:
-    """Tokens, log probabilities, logits and embeddings of all kinds of requests."""
+    """Return tokens, logprobs, logits and embeddings of requests of all kinds."""
     rng = Random(0)
     prompts = [[rng.randrange(2, 300) for _ in range(length)] for length in (3, 20, 70, 5, 30, 9, 12, 40)]
     regex = GuidedDecodingParams(regex="(ab|[0-9]|x+y){30,}")
@@ -96,7 +96,7 @@ def results(llm: LLM, adapter: Path) -> str:
 
 
 Grid = tuple[int, int]
-"""Tensor-parallel size and pipeline-parallel size."""
+"""(tensor-parallel size, pipeline-parallel size)"""
 
 
 def parallel(grid: Grid) -> dict[str, int]:
@@ -154,7 +154,7 @@ def test_ranks_generate_tokens_of_transformers(config: PreTrainedConfig, grid: G
 
 @pytest.mark.parametrize("method", ["draft_model", "mtp"])
 def test_ranks_keep_outputs_with_drafts_and_swapping(method: str, checkpoint: Path, tmp_path: Path) -> None:
-    """With so few blocks that sequences are swapped out and in."""
+    """The KV cache is so small that sequences are swapped out and in."""
     folder = with_head(tmp_path, accurate=False) if method == "mtp" else checkpoint
     config = {"num_speculative_tokens": 2, "adaptive": False, "method": method}
     config |= {"model": str(folder)} if method == "draft_model" else {}
@@ -172,7 +172,7 @@ def test_ranks_keep_outputs_with_drafts_and_swapping(method: str, checkpoint: Pa
 
 @contextmanager
 def ranks(checkpoint: Path, grid: Grid = (2, 1), **options: Any) -> Iterator[tuple[Engine, list[int]]]:
-    """Start an engine; yield it and the process ids of its workers."""
+    """Start an engine; yield it and the process ids of its workers (empty without worker processes)."""
     fixed = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 256, **parallel(grid)}
     with closing(Engine(EngineOptions(**OPTIONS | fixed | options))) as engine:
         executor = engine._executor
@@ -196,10 +196,10 @@ def test_hanging_rank_is_named_and_all_ranks_end(checkpoint: Path, grid: Grid, r
 
 
 class FaultInjector:
-    """Lets functions fail once, in one process.
+    """Makes functions fail once, in a chosen process.
 
     Args:
-        functions: module and name of each, as in ``penstock.ops.cpu:copy_blocks``.
+        functions: module and name of each function, such as ``penstock.ops.cpu:copy_blocks``.
     """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, *functions: str) -> None:
@@ -230,7 +230,7 @@ class FaultInjector:
 
 
 def tokens(engine: Engine, n: int) -> dict[int, list[int]]:
-    """Tokens of the ``n`` sequences of a request. Their logits are in memory that the ranks share."""
+    """Return the tokens of each of the ``n`` sequences of a request. Their logits are in the ranks' shared memory."""
     engine.add(request("a" * n, n=n, temperature=1, max_tokens=8))
     found: dict[int, list[int]] = {}
     for delta in run(engine):
@@ -242,8 +242,8 @@ def tokens(engine: Engine, n: int) -> dict[int, list[int]]:
 def test_step_failing_on_one_rank_fails_on_all(
     grid: Grid, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails before some of its barriers. Other requests get the same tokens as without the failure, also requests
-    that need shared memory of other sizes, of which the failed rank has allocated less."""
+    """The step fails on one rank before some of its barriers. Later requests get their usual tokens, also those that
+    need more shared memory than the failed rank has allocated."""
     with ranks(checkpoint, (1, 1)) as (engine, _):
         expected = {n: tokens(engine, n) for n in (1, 2, 4, 8)}
     copy_blocks = "penstock.ops.cpu:copy_blocks"
@@ -259,7 +259,7 @@ def test_step_failing_on_one_rank_fails_on_all(
                 assert tokens(engine, size) == expected[size]
             injector.fail(pids[rank], copy_blocks)
             engine._executor.submit(StepInput(RowUpdates(), EMPTY, EMPTY, EMPTY, EMPTY.astype(bool)))
-            with pytest.raises(StepFailedError):  # no tokens to compute, only blocks to copy
+            with pytest.raises(StepFailedError):  # the step only copies blocks
                 engine._executor.collect()
 
 
@@ -273,7 +273,7 @@ def test_step_failing_on_one_rank_fails_on_all(
 def test_drafter_failing_on_one_rank_loses_only_drafts(
     method: str, drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails before some of its barriers. Only a failure in ``apply``, which updates its rows, fails the step."""
+    """The drafter fails on one rank before some of its barriers. Only a failure of ``apply`` fails the step."""
     (tmp_path / "checkpoint").mkdir()
     folder = with_head(tmp_path / "checkpoint", accurate=False)
     with ranks(folder, (1, 1)) as (engine, _):
@@ -319,7 +319,7 @@ def test_ranks_draft_same_tokens_as_one_rank(tmp_path: Path, monkeypatch: pytest
 def test_adapter_unreadable_on_one_rank_leaves_no_weights(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rank has put it into the slot; the next adapter of the slot has fewer layers."""
+    """The other rank has loaded the adapter into the slot. The next adapter in this slot has fewer layers."""
     tensors = load_file(checkpoint / "adapter" / "adapter_model.safetensors")
     (tmp_path / "smaller").mkdir()
     shutil.copy(checkpoint / "adapter" / "adapter_config.json", tmp_path / "smaller")
@@ -341,8 +341,8 @@ def test_adapter_unreadable_on_one_rank_leaves_no_weights(
     assert found[0] == found[1]
 
 
-def test_grammar_with_vocabulary_smaller_than_its_panels(tmp_path: Path) -> None:
-    """Two ranks share 100 tokens; the bits of a rank's tokens do not fill whole words."""
+def test_grammar_with_small_vocabulary_is_same_on_two_ranks(tmp_path: Path) -> None:
+    """Two ranks share 100 tokens: the bitmask of a rank's tokens does not fill whole words."""
     save(Qwen3Config(**SMALL | {"vocab_size": 100}, head_dim=16, sliding_window=None), tmp_path)
     characters = [chr(code) for code in range(33, 131)]
     vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", *characters])}
@@ -358,8 +358,8 @@ def test_grammar_with_vocabulary_smaller_than_its_panels(tmp_path: Path) -> None
     assert found[0] == found[1] and len(found[0]) >= 7
 
 
-def test_rank_notices_every_failed_step() -> None:
-    """Also if it checks only after the next step has failed, too."""
+def test_rank_detects_every_failed_step() -> None:
+    """The failure is detected even if the rank checks only after the next step has failed, too."""
     memory, steps = create_memory(), 20_000
     child = os.fork()
     group = SharedMemoryGroup(memory, int(not child), 2, timeout=30)
@@ -376,7 +376,7 @@ def test_rank_notices_every_failed_step() -> None:
 
 
 def test_failed_start_of_a_rank_leaves_no_ranks(checkpoint: Path) -> None:
-    """File descriptors run out after some ranks have started."""
+    """The process runs out of file descriptors after some ranks have started."""
     options = EngineOptions(model=str(checkpoint), tensor_parallel_size=2, pipeline_parallel_size=2)
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
@@ -401,8 +401,8 @@ def test_failed_start_of_a_rank_leaves_no_ranks(checkpoint: Path) -> None:
 
 
 def test_messages_longer_than_rings_do_not_block_pipeline(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the same time: a step longer than the first stage's ring, hidden states longer than the ring between the
-    stages, and logits longer than the last stage's ring."""
+    """Longer than their ring buffers at the same time: a step message, the hidden states between stages, and the
+    logits."""
     prompts = [[i % 300 + 2 for i in range(length)] for length in (230, 240, 250)]
     params = SamplingParams(temperature=0, max_tokens=3, return_context_logits=True)
     options = OPTIONS | {"max_num_batched_tokens": 64, "dtype": "float32"}
@@ -449,12 +449,12 @@ def test_invalid_parallel_options_are_refused(checkpoint: Path, tmp_path: Path) 
     with pytest.raises(PenstockError, match="3 ranks cannot share 4 query heads"):
         LLM(tmp_path, tensor_parallel_size=3, **OPTIONS)
     for layers, message in (
-        ("3", "2 numbers of at least 1 whose sum is 3"),
+        ("3", "2 numbers of at least 1 that add up to 3"),
         ("1,x", "not a list of numbers of layers"),
     ):
         with pytest.raises(PenstockError, match=message):
             LLM(checkpoint, pipeline_parallel_size=2, pipeline_parallel_layers=layers, **OPTIONS)
-    with pytest.raises(PenstockError, match="1 numbers of at least 1 whose sum is 3"):
+    with pytest.raises(PenstockError, match="1 numbers of at least 1 that add up to 3"):
         LLM(checkpoint, pipeline_parallel_layers="1,2", **OPTIONS)
     with pytest.raises(PenstockError, match="is 4, more than the model's 3 layers"):
         LLM(checkpoint, pipeline_parallel_size=4, **OPTIONS)
@@ -476,11 +476,11 @@ def test_invalid_parallel_options_are_refused(checkpoint: Path, tmp_path: Path) 
         assert first in os.sched_getaffinity(0)
         with pytest.raises(PenstockError, match=message):
             bind_replica(f"{first}|{cores}", 1, 2, 1)
-    with pytest.raises(PenstockError, match="has cores for 1 ranks, but there are 2"):
+    with pytest.raises(PenstockError, match="has cores for 1 ranks, but this host has 2 ranks"):
         LLM(checkpoint, tensor_parallel_size=2, cpu_binding="0-1", **OPTIONS)
 
 
-def test_without_kernels_one_rank_works_and_several_are_refused(tmp_path: Path) -> None:
+def test_without_kernels_one_rank_generates_and_several_are_refused(tmp_path: Path) -> None:
     hidden = "import sys\nsys.modules['penstock.ops._kernels'] = None\n"
     (tmp_path / "sitecustomize.py").write_text(hidden)
     script = """
@@ -501,7 +501,7 @@ def test_without_kernels_one_rank_works_and_several_are_refused(tmp_path: Path) 
 
 
 def test_ranks_are_bound_to_separate_cores(checkpoint: Path) -> None:
-    """Cores are divided evenly, or given by ``cpu_binding``, which may name the same cores for several ranks."""
+    """The cores are divided evenly or given by ``cpu_binding``, which may give the same core to several ranks."""
     shares = [cores_of_rank("auto", rank, 2) for rank in range(2)]
     usable = os.sched_getaffinity(0)
     assert set.union(*shares) == (usable if len(usable) > 1 else set()) and not set.intersection(*shares)
@@ -534,7 +534,7 @@ def test_compat_flags_set_parallel_sizes(
 
 
 def test_layers_are_split_by_bytes_read_per_stage() -> None:
-    """The last stage also reads the language model head, which may be as large as several layers."""
+    """The last stage also reads the language model head, which can be as large as several layers."""
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 12, "intermediate_size": 128}
     small, large = (model_size_of(config | {"vocab_size": size}) for size in (100, 2500))
     layer = small.layer_weights // 12
@@ -545,7 +545,7 @@ def test_layers_are_split_by_bytes_read_per_stage() -> None:
 
 
 def test_torchrun_starts_one_server() -> None:
-    """The server has as many ranks as torchrun was to start processes."""
+    """torchrun is told to start two processes; one server with two ranks starts instead."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""Ray clusters: the same bits as without Ray, streams, autoscaling, killed nodes, and Ray Serve LLM."""
+"""Ray clusters: bits equal to a server without Ray, streams, autoscaling, killed nodes, and Ray Serve LLM."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHAT = {"messages": [{"role": "user", "content": "What is the capital of Canada?
 
 @pytest.fixture(scope="module")
 def deployed() -> Iterator[RayCommand]:
-    """An application with one or two replicas, scaled by the usage of the KV cache only."""
+    """Application with one or two replicas. Only the usage of the KV cache changes their number."""
     args = {
         "num_gpu_blocks_override": 100,
         "max_replicas": 2,
@@ -66,12 +66,12 @@ def complete(url: str, **body: Any) -> dict[str, Any]:
 
 
 def bits(answer: dict[str, Any]) -> Any:
-    """Texts and logprobs of an answer: the parts that do not depend on id and time."""
+    """Return the parts of an answer that do not depend on id and time: text and logprobs of each choice."""
     return [(choice["text"], choice["logprobs"]) for choice in answer["choices"]]
 
 
 def test_answers_on_ray_equal_answers_of_server(deployed: RayCommand, servers: Servers) -> None:
-    """In several dialects; a stream adds up to the same text."""
+    """Answers of several dialects are compared, and a stream's text."""
     served = servers.get(*BLOCKS)
     requests = [{"prompt": prompt, "temperature": i % 2, "seed": i, "n": 1 + i % 3} for i, prompt in enumerate(PROMPTS)]
     expected = [bits(complete(served.root, **body)) for body in requests]
@@ -105,9 +105,9 @@ def test_errors_have_format_of_dialect(deployed: RayCommand) -> None:
     assert "penstock:num_requests_running" in httpx.get(f"{deployed.url}/metrics").text
 
 
-def test_number_of_replicas_follows_kv_cache_usage(deployed: RayCommand) -> None:
-    """A request that fills the cache starts a second replica, which ends after the request; a client that disconnects
-    cancels its request."""
+def test_number_of_replicas_depends_on_kv_cache_usage(deployed: RayCommand) -> None:
+    """Clients that fill the KV cache start a second replica, which ends after them. Clients that disconnect cancel
+    their requests."""
     after = len(deployed.lines)
     stop = threading.Event()
 
@@ -161,7 +161,7 @@ def test_unreachable_cluster_is_refused_after_node_timeout(monkeypatch: pytest.M
 
 
 def test_error_is_equal_after_pickling() -> None:
-    """Ray pickles errors to send them from an actor to its caller."""
+    """Ray pickles an error to send it from an actor to its caller."""
     with pytest.raises(PenstockError) as raised:
         app(Arguments(max_num_seqs=0))
     assert pickle.loads(pickle.dumps(raised.value)).failure == raised.value.failure
@@ -175,8 +175,8 @@ def test_import_without_ray_names_the_extra() -> None:
 
 @pytest.mark.thorough
 def test_killed_node_causes_errors_until_its_replica_is_replaced() -> None:
-    """Two of three nodes have a replica, and one of these is killed under load. No request hangs or has a wrong answer;
-    the third node gets a replica, and then all requests are answered."""
+    """Two of three nodes have a replica, and one of these nodes is killed under load. No request hangs or gets a wrong
+    answer; the third node gets a replica, and then all requests are answered."""
     args = {
         "num_gpu_blocks_override": 100,
         "min_replicas": 2,
@@ -207,7 +207,7 @@ def test_killed_node_causes_errors_until_its_replica_is_replaced() -> None:
                 replicas = cluster.replicas_of(victim)
                 os.kill(victim, signal.SIGKILL)
                 for replica in replicas:
-                    os.kill(replica, signal.SIGKILL)  # as if the machine had failed
+                    os.kill(replica, signal.SIGKILL)  # simulate a failure of the whole machine
                 killed = outcomes["right"]
                 until(lambda: outcomes["right"] > killed + 50)
                 until(lambda: sum(bool(cluster.replicas_of(raylet)) for raylet in cluster.raylets) == 2)
@@ -222,8 +222,8 @@ def test_killed_node_causes_errors_until_its_replica_is_replaced() -> None:
 
 @pytest.mark.thorough
 def test_replica_is_replaced_after_three_engine_failures() -> None:
-    """Streams of a killed engine get an error. A killed replica ends its engine. Open requests are completed before a
-    deployment ends."""
+    """Streams of a killed engine end with an error. Killing a replica ends its engine. Open requests are completed
+    before a deployment is deleted."""
     args = {"num_gpu_blocks_override": 100, "deployment_config": {"health_check_period_s": 1}}
     with RayCluster(2) as cluster, cluster.serve(args) as running:
         expected = text_of(running.url, PROMPTS[0])
@@ -258,14 +258,14 @@ def test_replica_is_replaced_after_three_engine_failures() -> None:
             environment = os.environ | cluster.environment | {"RAY_ADDRESS": cluster.address}
             deleting = subprocess.Popen([sys.executable, "-c", delete], env=environment)
             running.find("Removing 1 replica", after)
-            assert not any("output=5700" in line for line in running.lines[after:])  # still running
+            assert not any("output=5700" in line for line in running.lines[after:])  # the request is still running
             assert list(lines)[-1] == "data: [DONE]"
         running.find("output=5700 .*finish=length", after)
         assert deleting.wait(60) == 0 and not cluster.engines
 
 
 def text_of(url: str, prompt: str) -> str:
-    """Text of a streamed answer. Raises ``AssertionError`` if an error comes instead of it or within it."""
+    """Return the text of a streamed answer. Raises ``AssertionError`` if the response is an error or contains one."""
     text = ""
     body = {"prompt": prompt, "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -279,7 +279,7 @@ def text_of(url: str, prompt: str) -> str:
 
 
 def answering_replicas(url: str) -> set[int]:
-    """Start times of the replicas that answer."""
+    """Return the start times of the replicas that answer requests."""
     answers = [httpx.get(f"{url}/v1/models") for _ in range(20)]
     return {answer.json()["data"][0]["created"] for answer in answers if answer.status_code == 200}
 
@@ -296,7 +296,7 @@ PLACED = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"
 
 @pytest.mark.thorough
 def test_ranks_on_placement_group_recover_from_killed_node(servers: Servers) -> None:
-    """Two ranks on two of three nodes give the bits of one rank. When the process of a node or the node is killed,
+    """Two ranks on two of three nodes give the bits of a single rank. If a node's process or the whole node is killed,
     requests get an error, and the engine starts again with ranks on the remaining nodes."""
     expected = {prompt: bits(complete(servers.get(*BLOCKS).root, prompt=prompt)) for prompt in PROMPTS}
     with RayCluster(1, 1, 1) as cluster:
@@ -388,7 +388,7 @@ SMALL = {
 def test_direct_streaming_of_ray_serve_llm_gives_same_answers(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests go directly to the replica's application, which has all dialects."""
+    """Clients connect directly to the replica's application, which has all dialects."""
     pytest.importorskip("ray.serve.llm", exc_type=ImportError)
     monkeypatch.setenv("RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING", "1")
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
@@ -407,11 +407,11 @@ def test_direct_streaming_of_ray_serve_llm_gives_same_answers(
 
 @pytest.mark.thorough
 def test_penstock_as_engine_of_ray_serve_llm_gives_same_answers(servers: Servers) -> None:
-    """Ray Serve LLM takes its request classes from vLLM or SGLang. Its OpenAI application answers only with FastAPI
-    before 0.137."""
+    """Ray Serve LLM takes its request classes from vLLM or SGLang. Its OpenAI application requires FastAPI below
+    0.137."""
     pytest.importorskip("ray.serve.llm", exc_type=ImportError)
     if tuple(map(int, fastapi.__version__.split(".")[:2])) >= (0, 137):
-        pytest.skip("Ray Serve LLM's OpenAI application does not answer under this FastAPI")
+        pytest.skip("Ray Serve LLM's OpenAI application needs FastAPI below 0.137")
     served = servers.get(*BLOCKS)
     ingress = {"num_replicas": 1, "autoscaling_config": None}
     args = {"llm_configs": [SMALL], "ingress_deployment_config": ingress}
@@ -447,13 +447,13 @@ def test_penstock_as_engine_of_ray_serve_llm_gives_same_answers(servers: Servers
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("page", ["ray.md", "zh/ray.md"])
-def test_commands_of_the_documentation_work(page: str) -> None:
-    """A head node and another node; the application, started by its command and from its file; a request."""
+def test_documented_commands_start_application_that_answers(page: str) -> None:
+    """The page's commands start two nodes and the application (by command and from its file), and send a request."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     start, request = re.findall(r"```sh\n((?:export|curl) .*?)```", text, re.DOTALL)
     file, _ = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     export, head, node, command = start.splitlines()
-    port, cluster_port, *_ = (port for port in free_ports(40) if port >= 20_000)  # Ray's workers use the ports below
+    port, cluster_port, *_ = (port for port in free_ports(40) if port >= 20_000)  # Ray's workers use lower ports
     with scratch() as (folder, environment):
         (folder / "bin").mkdir()
         for name, code in {"ray": "scripts.scripts import main as cli", "serve": "serve.scripts import cli"}.items():
@@ -478,7 +478,7 @@ def test_commands_of_the_documentation_work(page: str) -> None:
         with RayCommand(["bash", "-ec", f"{export}\n{head}\n{node}\necho both run\ncat"], environment) as nodes:
             nodes.find("both run")
             environment["RAY_ADDRESS"] = f"127.0.0.1:{cluster_port}"
-            on_that_port = f"serve start --http-port {port}\n{command}"  # the documented command names no port
+            on_that_port = f"serve start --http-port {port}\n{command}"  # the documented command has no port
             for script in (on_that_port, f"serve run {folder}/app.yaml"):
                 with RayCommand(
                     ["bash", "-ec", f"{export}\n{script}"], environment, f"http://127.0.0.1:{port}"

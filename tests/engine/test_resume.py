@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from test_exactness import LARGEST, Result, append, checkpoint, draw_engine, draw_request, results, run, start
 
-from penstock.core import EngineRequest, GeneratedSequence, PenstockError, ReasoningSpan, SamplingParams
+from penstock.core import EngineRequest, GeneratedSequence, ReasoningSpan
 from penstock.engine.engine import Engine
 
 __all__ = ["checkpoint"]

@@ -1,4 +1,4 @@
-"""Sampler: compared with transformers' logits processors and with expected frequencies, alone and in a batch."""
+"""Sampler: compared with transformers' logits processors and with expected frequencies, for single rows and batches."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_forbidden_tokens_are_masked(params: dict[str, Any], output: list[int], 
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_sampled_row_does_not_depend_on_batch(seed: int) -> None:
-    """Tokens and logprobs are equal bit by bit."""
+    """Tokens and logprobs of a row are bit-identical in a batch and alone."""
     rng, rows = Random(seed), 6
     positions = [
         position(
@@ -155,7 +155,7 @@ def test_non_finite_row_fails_alone(params: dict[str, Any], value: float) -> Non
         table[1, columns] = value
         together = sample(table, positions)
         assert [together[0], together[2]] == alone
-        if columns == 7 and value == float("-inf"):  # -inf masks a single token
+        if columns == 7 and value == float("-inf"):  # a single -inf masks that token
             assert together[1].token_ids and not together[1].failure
         else:
             assert together[1] == SampledTokens([], failure=NON_FINITE_LOGITS)
@@ -173,8 +173,8 @@ def test_row_without_allowed_token_fails() -> None:
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_incremental_penalties_equal_fresh_penalties(seed: int) -> None:
-    """Token counts updated from step to step give the bits of counts made from scratch, while a row grows, has drafts,
-    is given other tokens than it sampled, or continues another beam."""
+    """Incrementally updated token counts give the bits of fresh counts, while a row grows, has drafts, gets other
+    tokens than it sampled, or continues another beam."""
     rng = Random(seed)
     sampling = SamplingParams(max_tokens=100, repetition_penalty=1.3, frequency_penalty=0.3, presence_penalty=-0.2)
     prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 90))]
@@ -196,7 +196,7 @@ def test_incremental_penalties_equal_fresh_penalties(seed: int) -> None:
             batch.tokens[row, len(known[row]) : len(known[row]) + 3] = draft
             for count in range(4):
                 check(row, known[row] + draft[:count])
-            if counts := batch.row(row).counts:  # the draft is verified
+            if counts := batch.row(row).counts:  # rewind the draft, as after its verification
                 counts.rewind(len(known[row]))
             first, sampled = len(known[row]), [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 3))]
             batch.tokens[row, first : first + len(sampled)] = sampled

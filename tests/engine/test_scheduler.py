@@ -1,4 +1,4 @@
-"""The scheduler, compared with a model of every KV slot: right tokens, no lost block, no limit exceeded."""
+"""The scheduler, tested with a simulated worker that checks the content of every KV slot."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ VOCABULARY = 40
 
 
 def next_token(tokens: list[int], seed: int, index: int) -> int:
-    """Token that "the model" samples: a function of all tokens before, of the seed and of the sequence's index."""
+    """Return the token that the simulated model samples, a function of all previous tokens, seed and index."""
     digest = hashlib.blake2b(array("q", [seed, index, *tokens]).tobytes(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCABULARY
 
 
 def next_beams(tokens: list[int], keep: int) -> Candidates:
-    """Candidate tokens of a beam with their log probabilities: a function of all tokens before."""
+    """Return candidate tokens of a beam with their logprobs, a function of all previous tokens."""
     found = {next_token(tokens, -1, i): -(i + next_token(tokens, -2, i) / VOCABULARY) for i in range(keep)}
     return Candidates(np.array(list(found)), np.array(list(found.values()), np.float32))
 
 
 def expected_outputs(request: EngineRequest, longest: int) -> list[tuple[list[int], FinishReason]]:
-    """Tokens and finish reason that each sequence of a request must have in any batch."""
+    """Return the tokens and finish reason that each sequence of a request must get in any batch."""
     if request.pooling:
         return [([], FinishReason.STOP)]
     results, sampling = [], request.sampling
@@ -79,11 +79,11 @@ def expected_outputs(request: EngineRequest, longest: int) -> list[tuple[list[in
 
 
 class Machine:
-    """Computes steps as a worker does, from their messages only, on slots that remember all tokens up to theirs. Checks
-    that slots are written before they are read, and that the worker's state equals the scheduler's.
+    """Simulated worker. It computes steps from their messages only, and each of its KV slots remembers the tokens up to
+    its position. It checks that slots are written before they are read, and that its state equals the scheduler's.
 
     Args:
-        samples: False: the first of several pipeline stages, which does not know the tokens that the last one samples.
+        samples: False for the first pipeline stage, which does not get the tokens sampled by the last stage.
     """
 
     def __init__(self, samples: bool = True) -> None:
@@ -100,7 +100,7 @@ class Machine:
     def apply(self, updates: RowUpdates) -> None:
         for block, slot in updates.stores.reshape(-1, 2).tolist():
             self.tier[slot] = self.device[block]
-            assert len(self.tier[slot]) == SIZE, "a block that is not full was stored"
+            assert len(self.tier[slot]) == SIZE, "a partial block was stored"
         for source, target in updates.swap_out.reshape(-1, 2).tolist():
             self.host[target] = self.device.get(source, ())
         for source, target in updates.swap_in.reshape(-1, 2).tolist():
@@ -149,7 +149,7 @@ class Machine:
                 block, slot = blocks[position // SIZE], position % SIZE
                 self.device[block] = (*self.device.get(block, ())[:slot], (known + draft)[position])
             read = [t for block in sequence.blocks for t in self.device.get(block, ())[:SIZE]]
-            assert read[:end] == known[:end], "a slot holds another token than the sequence"
+            assert read[:end] == known[:end], "a slot has another token than the sequence"
             new = self.rows[row]
             if new.pooling == "mean" or (new.pooling and end == new.prompt_length):
                 first = start if new.pooling == "mean" else end - 1
@@ -178,7 +178,7 @@ class Machine:
 
 
 class RandomDrafter:
-    """Drafts the next tokens, some of them wrong."""
+    """Drafter that proposes correct next tokens and random tokens."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -197,8 +197,8 @@ FAILED = Failure(Code.INTERNAL, "the step failed")
 def serve(
     scheduler: Scheduler, machine: Machine, depth: int = 1, fails: Callable[[], bool] = lambda: False
 ) -> Iterator[list[TokenDelta]]:
-    """Run steps, up to ``depth`` of them in flight, until no request is left; yield each step's deltas. A step fails if
-    ``fails`` returns True before it is sent or when it is collected."""
+    """Run steps until no request is left, with up to ``depth`` of them in flight; yield the deltas of each step. A step
+    fails if ``fails`` returns True before it is sent or when it is collected."""
     in_flight, offloading = deque[tuple[Plan, StepOutput]](), scheduler.kv.offloading
     while scheduler.num_unfinished_requests or in_flight or (offloading and offloading.has_stores):
         plan = scheduler.schedule() if len(in_flight) < depth else Plan()
@@ -210,7 +210,7 @@ def serve(
                 continue
             in_flight.append((plan, machine.run(scheduler, plan)))
         elif in_flight or scheduler.num_unfinished_requests:
-            assert in_flight, "requests are left, but no step is in flight"
+            assert in_flight, "unfinished requests, but no step can be planned or collected"
             plan, outcome = in_flight.popleft()
             machine.check_blocks_in_use(plan, scheduler.device_pool)
             if fails():
@@ -288,7 +288,7 @@ def draw_scheduler(rng: Random, stages: int, depth: int) -> tuple[Scheduler, Hos
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_results_are_the_same_under_any_schedule(seed: int) -> None:
-    """With any options, arrivals, cancellations, failing steps and overlap. At the end every block is free."""
+    """Options, arrivals, cancellations, failing steps and overlap are random. At the end, all blocks are free."""
     rng = Random(seed)
     stages, depth = rng.choice((1, 1, 2, 3)), rng.randint(1, 3)
     scheduler, tier = draw_scheduler(rng, stages, depth)
@@ -304,7 +304,7 @@ def test_results_are_the_same_under_any_schedule(seed: int) -> None:
                 scheduler.add(request)
                 submitted[request.request_id] = request
             except PenstockError as error:
-                assert error.failure.field == "n"  # its sequences do not fit into the cache together
+                assert error.failure.field == "n"  # the KV cache cannot hold all sequences of the request
 
     received: dict[tuple[str, int], list[TokenDelta]] = {}
     cancelled = set()
@@ -318,7 +318,7 @@ def test_results_are_the_same_under_any_schedule(seed: int) -> None:
                 received.setdefault((delta.request_id, delta.sequence), []).append(delta)
             if rng.random() < 0.3:
                 arrive()
-            if tier and rng.random() < 0.2:  # a thread that reads from disk does this at any time
+            if tier and rng.random() < 0.2:  # the thread that reads from disk may do this at any time
                 slots = tier.allocate(rng.choice((2, 2, 2, tier.num_slots)))
                 assert not set(slots).intersection(chain(*machine.slots_in_use.values())), (
                     "a step in flight uses these slots"
@@ -372,7 +372,7 @@ def scheduler(blocks: int = 64, **options: object) -> Scheduler:
     [({}, 16), ({"cache_salt": "mine"}, 0), ({"adapter": "one"}, 0), ({"prompt": [*range(20)]}, 16)],
 )
 def test_cached_prefix_is_reused(changes: dict[str, Any], found: int) -> None:
-    """Except with another salt or adapter. At least one token is always left to compute."""
+    """A prefix is not shared between salts or adapters. At least one token of the prompt is always computed."""
     engine, machine = scheduler(), Machine()
     engine.add(request(0, [*range(20)]))
     list(serve(engine, machine))
@@ -393,7 +393,7 @@ def test_cached_prefix_is_reused(changes: dict[str, Any], found: int) -> None:
 def test_pipeline_steps_run_all_sequences_in_turn(
     depth: int, prompts: tuple[int, ...], options: dict[str, Any], last: str
 ) -> None:
-    """Each step has a share of the sequences, also next to a long prompt, which is in every step."""
+    """The steps in flight divide the sequences among them. A long prompt is part of every step."""
     limits = SchedulerOptions(max_model_len=LONGEST, **options)
     engine = Scheduler(limits, BlockPool(64, SIZE), pipeline_stages=2, max_concurrent_batches=depth)
     for number, prompt in enumerate(prompts):
@@ -403,7 +403,7 @@ def test_pipeline_steps_run_all_sequences_in_turn(
 
 
 def test_no_request_joins_a_static_batch() -> None:
-    """A later request runs once all requests of the batch have ended, at different times."""
+    """The later request runs after all requests of the batch have ended, although one of them ends early."""
     engine, machine = scheduler(batching_type="static"), Machine()
     for number, tokens in enumerate((2, 6)):
         engine.add(request(number, 4, max_tokens=tokens))
@@ -452,7 +452,7 @@ def accepted(engine: Scheduler, requests: list[EngineRequest]) -> int:
 @pytest.mark.parametrize(
     ("options", "sampling", "start"),
     [
-        ({}, {}, 2),  # 10 blocks each
+        ({}, {}, 2),  # each request takes 10 of the 27 blocks
         ({"max_num_seqs": 4}, {"n": 3}, 1),
         ({"max_num_seqs": 300}, {"n": 3}, 2),
         ({"kv_cache_ratio": 0.5}, {}, 1),
@@ -462,18 +462,18 @@ def accepted(engine: Scheduler, requests: list[EngineRequest]) -> int:
 def test_requests_that_can_start_do_not_count_as_waiting(
     options: dict[str, Any], sampling: dict[str, Any], start: int
 ) -> None:
-    """As many can start as there are free rows and KV blocks for; ``max_waiting`` more are accepted."""
+    """Free rows and KV blocks determine how many requests can start. ``max_waiting`` more requests are accepted."""
     engine = scheduler(blocks=27, max_waiting=16, **{"max_num_seqs": 256} | options)
     requests = [request(number, [number, *range(39)], **sampling) for number in range(300)]
     assert accepted(engine, requests[:100]) == start + 16
     assert len({item.sequence.request.request_id for item in engine.schedule().scheduled}) == start
-    assert accepted(engine, requests[100:]) == 0, "started requests did not count as waiting"
+    assert accepted(engine, requests[100:]) == 0, "the queue must be full after the requests have started"
     assert engine.abort(str(start + 9))
     assert accepted(engine, requests[100:]) == 1
 
 
 def test_requests_beyond_token_budget_do_not_count_as_waiting() -> None:
-    """They can start, in the next step."""
+    """Requests beyond the token budget of a step can start in the next step."""
     engine = scheduler(max_num_seqs=8, max_waiting=2, max_num_batched_tokens=4)
     assert accepted(engine, [request(number, 4) for number in range(20)]) == 10
     engine.schedule()
@@ -489,7 +489,7 @@ def count_sequences(requests: Container[str]) -> int:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_aborted_waiting_requests_leave_nothing_in_queue(policy: str) -> None:
-    """With another request before them in the queue, deadlines and ``max_queue_time``; some wait for a grammar."""
+    """The requests have deadlines and a maximum queue time, some wait for a grammar, and one request precedes them."""
     engine = scheduler(max_num_seqs=1, max_waiting=10_000, scheduling_policy=policy, max_queue_time=60)
     engine.add(request(0, 5, max_tokens=40))
     running = engine.schedule()
@@ -497,9 +497,9 @@ def test_aborted_waiting_requests_leave_nothing_in_queue(policy: str) -> None:
     grammar: Future[Any] = Future()
 
     def unused(sequence: Sequence, result: Any) -> None:
-        raise AssertionError("the grammar is never compiled")
+        raise AssertionError("a grammar that is never compiled was used")
 
-    names = {f"{policy} {number}": number for number in range(2, 2002)}  # not used by other tests
+    names = {f"{policy} {number}": number for number in range(2, 2002)}  # no other test uses these request ids
     for name, number in names.items():
         other = msgspec.structs.replace(request(number, 5), request_id=name, priority=number % 3, deadline=1e9)
         engine.add(other, (lambda: [Prerequisite(grammar, unused)]) if number % 5 == 0 else list)
@@ -551,13 +551,13 @@ def test_cache_too_small_for_one_sequence_is_refused() -> None:
 
 
 def test_evicted_blocks_are_loaded_from_host_memory() -> None:
-    """Blocks that a failed step stored or loaded are not used."""
+    """Blocks that a failed step stored or loaded are not used later."""
     pool, tier = BlockPool(14, SIZE), HostTier(40, 1, SIZE)
     engine = Scheduler(SchedulerOptions(max_model_len=LONGEST), pool, offloading=KVOffloading(pool, tier))
     machine = Machine()
 
     def run(number: int, fails: str = "") -> int:
-        """Run a request to its end; return the number of its cached tokens."""
+        """Run a request to its end; return the number of its cached tokens, or -1 if its first step fails."""
         engine.add(request(number, [number % 10, *range(35)], max_tokens=3))
         first = engine.schedule()
         if fails:
@@ -581,7 +581,7 @@ def test_evicted_blocks_are_loaded_from_host_memory() -> None:
 
 
 def finish(engine: Scheduler, machine: Machine) -> dict[str, list[int]]:
-    """Run all requests to their end; return the tokens of each request's first sequence."""
+    """Run all requests to their end; return the tokens of the first sequence by request id."""
     tokens: dict[str, list[int]] = {}
     for deltas in serve(engine, machine):
         for delta in deltas:
@@ -591,7 +591,7 @@ def finish(engine: Scheduler, machine: Machine) -> dict[str, list[int]]:
 
 
 def test_swapped_sequence_waits_for_result_of_its_swap_out() -> None:
-    """At depth 2, there is room for the swapped sequence before the step that swapped it out has failed."""
+    """At depth 2, the device has room for the swapped sequence again before its swap-out step has failed."""
     options = SchedulerOptions(max_model_len=LONGEST, preemption_mode="swap", enable_prefix_caching=False)
     engine, machine = Scheduler(options, BlockPool(14, SIZE), BlockPool(20, SIZE)), Machine()
     swapped = request(2, 19, max_tokens=12)
@@ -608,7 +608,7 @@ def test_swapped_sequence_waits_for_result_of_its_swap_out() -> None:
     engine.builder.build(plan)
     engine.pause("1", True)
     engine.abort("0")
-    assert not engine.schedule(), "the swapped sequence was started, but its copy may not exist"
+    assert not engine.schedule(), "the sequence must not be swapped in before its swap-out has succeeded"
     assert engine.num_swapped == 1
     assert [delta.request_id for delta in engine.fail(plan, FAILED)] == ["1"]
     expected = expected_outputs(swapped, LONGEST)[0][0]
@@ -619,7 +619,7 @@ def test_swapped_sequence_waits_for_result_of_its_swap_out() -> None:
 
 
 def test_beams_survive_failure_of_a_step_without_them() -> None:
-    """Beam states that were not sent yet when the step fails are sent with the beams' next step."""
+    """Beam states that are unsent when a step without the beams fails are sent with the beams' next step."""
     engine, machine = scheduler(), Machine()
     beams = request(0, 6, max_tokens=10, temperature=0, use_beam_search=True, best_of=3)
     engine.add(beams)
@@ -637,7 +637,7 @@ def test_beams_survive_failure_of_a_step_without_them() -> None:
 
 
 def test_step_is_recorded_for_batch_size_of_its_plan() -> None:
-    """At depth 2, a step is collected after another step was planned, with another batch size."""
+    """At depth 2, another step with another batch size is planned before a step is collected."""
     engine, machine = scheduler(), Machine()
     engine.speculation = Speculation(RandomDrafter(Random(0)), 2, adaptive=True)
     engine.add(request(0, 1, max_tokens=40))
@@ -645,9 +645,9 @@ def test_step_is_recorded_for_batch_size_of_its_plan() -> None:
     engine.update(first, machine.run(engine, first))
     for number in range(1, TRIAL_STEPS + 1):
         engine.add(request(number, 1, max_tokens=1))
-        plan = engine.schedule()  # while one sequence runs
+        plan = engine.schedule()  # planned while one sequence is running
         outcome = machine.run(engine, plan)
-        assert not engine.schedule(), "both running sequences wait for their tokens"
+        assert not engine.schedule(), "both sequences are in the step in flight"
         engine.speculation.record_step(plan, outcome, 0.001)
         engine.update(plan, outcome)
-    assert not engine.schedule().drafting, "with one sequence, a step without drafts must be tried now"
+    assert not engine.schedule().drafting, "after the trial steps with one sequence, a step without drafts is due"

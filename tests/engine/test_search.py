@@ -1,4 +1,4 @@
-"""Beam search, compared with transformers, and the best of several samples."""
+"""Beam search, compared with transformers, and selection of the best of several samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BEAMS: dict[str, Any] = {"temperature": 0, "use_beam_search": True}
 def search_with_transformers(
     model: PreTrainedModel, prompt: list[int], params: SamplingParams
 ) -> tuple[list[list[int]], list[float]]:
-    """Sequences up to their end token, and their scores."""
+    """Return transformers' sequences, cut after their end token, and their scores."""
     stops = list(params.stop_token_ids)
     found = model.generate(
         torch.tensor([prompt]),
@@ -62,14 +62,14 @@ def random_request(rng: Random) -> tuple[list[int], SamplingParams]:
 
 @torch.inference_mode()
 def token_logprobs(model: PreTrainedModel, prompt: list[int], made: list[int]) -> list[float]:
-    """Log probability of each generated token."""
+    """Return the logprob of each generated token."""
     rows = model(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     return rows.gather(-1, torch.tensor(made)[:, None])[:, 0].tolist()
 
 
 @pytest.mark.parametrize("config", ["qwen3", pytest.param("llama", marks=pytest.mark.thorough)])
 def test_beams_equal_beams_of_transformers(config: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Requests run alone, and then together in small caches with short chunks."""
+    """Requests run alone, and then in a batch with small KV caches and short chunks."""
     folder, rng = tmp_path_factory.mktemp(config), Random(config)
     model = save(CONFIGS[config], folder)
     drawn = [random_request(rng) for _ in range(30 if config == "llama" else 10)]
@@ -121,7 +121,7 @@ def test_beam_search_satisfies_constraint(llm: LLM) -> None:
 
 
 def test_beam_search_without_allowed_tokens_ends(llm: LLM) -> None:
-    """It returns the beams found so far, repeated up to ``n``, or an error if there are none."""
+    """The beams found so far are returned, the last one repeated up to ``n``. Without any beam, it is an error."""
     few: dict[str, Any] = {"n": 3, "max_tokens": 4, "allowed_token_ids": (500, 501), **BEAMS}
     some = SamplingParams(bad_word_ids=((500, 500), (500, 501)), **few)
     none = SamplingParams(bad_word_ids=tuple((a, b) for a in (500, 501) for b in (500, 501)), **few)
@@ -181,7 +181,7 @@ def served() -> Iterator[Served]:
     ],
 )
 def test_search_over_http_gives_results_of_llm(served: Served, llm: LLM, fields: dict[str, Any]) -> None:
-    """A stream sends the results at the end."""
+    """A stream sends the results at its end."""
     client = openai.OpenAI(base_url=served.url, api_key="none")
     common: dict[str, Any] = {"model": "default", "messages": MESSAGES, "max_tokens": 24, **fields}
     texts = [choice.message.content for choice in client.chat.completions.create(**common).choices]

@@ -1,4 +1,4 @@
-"""Speculative decoding: the same outputs with and without drafts, for every drafter."""
+"""Speculative decoding: outputs are the same with and without drafts, for every drafter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUESTIONS = [
     "Tell me a story.",
 ]
 NUM_QUESTIONS = int(os.environ.get("PENSTOCK_SPECULATION_QUESTIONS", "3"))
-"""Number of questions per drafter."""
+"""Number of prompts per drafter."""
 LIST = GuidedDecodingParams(json={"type": "array", "items": {"enum": ["abc", "def", 12]}, "minItems": 6, "maxItems": 8})
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=60),
@@ -108,10 +108,10 @@ def test_ngram_drafts_are_accepted_in_repetitive_text() -> None:
 
 
 def with_head(folder: Path, accurate: bool, config: PreTrainedConfig | None = None) -> Path:
-    """Save a checkpoint with an MTP layer, whose drafts are accurate or random.
+    """Save a checkpoint with an MTP layer that drafts accurately or at random.
 
-    With ``accurate``, the layers of the model add nothing to the residual stream, so that its next token depends on the
-    last token only: the MTP layer drafts the token after the next from the embedding of the next.
+    With ``accurate``, the decoder layers add nothing to the residual stream, so that the next token depends on the last
+    token only, and the MTP layer computes the same function.
 
     Args:
         config: configuration of a model with three layers, without biases.
@@ -144,7 +144,7 @@ def test_mtp_drafts_do_not_change_outputs(accurate: bool, tmp_path_factory: pyte
 
 
 def check_heads(folder: Path, accurate: bool) -> None:
-    """Check that drafts do not change outputs, and that accurate drafts are accepted."""
+    """Check that drafting with a head leaves outputs unchanged, and that accurate drafts are accepted."""
     options: dict[str, Any] = {"block_size": 16, "dtype": "float32", "weight_cache_dir": "none"}
     prompts = [list(range(2, 2 + n)) for n in (3, 20, 40, 70, 70)]
     params = [
@@ -167,7 +167,7 @@ def check_heads(folder: Path, accurate: bool) -> None:
 def test_sequences_without_allowed_token_do_not_end_other_drafting(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However many requests allow no second token."""
+    """Drafting of the other sequences continues after more than ``MAX_FAILURES`` such sequences."""
     folder = with_head(tmp_path, accurate=True)
     speculative = {"method": method, "adaptive": False} | ({"model": str(folder)} if method == "draft_model" else {})
     options: dict[str, Any] = {"block_size": 16, "dtype": "float32", "weight_cache_dir": "none"}
@@ -188,7 +188,7 @@ def test_sequences_without_allowed_token_do_not_end_other_drafting(
 
 
 def test_nan_logits_of_draft_model_do_not_end_other_drafting(tmp_path: Path) -> None:
-    """The draft model has a token with an embedding of NaN, the target model does not."""
+    """One token has an embedding of NaN in the draft model, but not in the target model."""
     folder, draft_model = with_head(tmp_path, accurate=True), tmp_path / "draft_model"
     shutil.copytree(folder, draft_model)
     tensors = load_file(draft_model / "model.safetensors")
@@ -270,6 +270,6 @@ def test_server_with_draft_model_keeps_outputs_and_counts_drafts(served: Served,
         }
         if found.get("num_accepted_tokens_total"):
             break
-        time.sleep(0.1)  # the engine reports once a second
+        time.sleep(0.1)  # the engine reports metrics once a second
     assert 0 < found["num_accepted_tokens_total"] <= found["num_draft_tokens_total"]
     assert found["num_drafts_total"] > 0

@@ -1,4 +1,4 @@
-"""EAGLE, Medusa and MTP heads, which draft from the model's hidden states: compared with plain PyTorch."""
+"""EAGLE, Medusa and MTP heads, which draft from the model's hidden states, compared with definitions in PyTorch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from penstock.planning.model_size import model_size_of
 
 VOCAB, SIZE, LAYERS = 300, 64, 6
 MEDUSA_FILE = "medusa_lm_head.pt"
-"""File name of heads published by Medusa's authors."""
+"""File name of Medusa heads in the format of Medusa's authors."""
 CONFIG = LlamaConfig(**{**SMALL, "num_hidden_layers": LAYERS, "tie_word_embeddings": False})
 OPTIONS: dict[str, Any] = {
     "block_size": 16,
@@ -54,7 +54,7 @@ PARAMS = [
     )
 ]
 DraftFunction = Callable[[list[int], int], list[int]]
-"""Function of a sequence and a number of tokens: the greedy draft of that many tokens after the sequence."""
+"""Function that returns a greedy draft. Arguments: token ids of the sequence, and number of tokens to draft."""
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def layer(weights: dict[str, Tensor], name: str, x: Tensor, residual: Tensor) -> Tensor:
-    """Decoder layer without its input norm, for a whole sequence ``[length, inputs]``, with rotary embedding."""
+    """Compute a decoder layer with rotary embedding, without input norm, for a whole sequence ``[length, inputs]``."""
     length, heads, kv_heads, dim = len(x), 4, 2, 16
     q, k, v = (F.linear(x, weights[f"{name}.self_attn.{part}_proj.weight"]).view(length, -1, dim) for part in "qkv")
     angles = torch.outer(torch.arange(length).float(), 10000.0 ** -(torch.arange(0, dim, 2) / dim))
@@ -131,12 +131,12 @@ def save_head(folder: Path, weights: dict[str, Tensor], architecture: str, **con
 def chain(
     step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], states: Tensor, tokens: list[int], count: int
 ) -> list[int]:
-    """Draft one token after the other.
+    """Draft tokens one at a time.
 
     Args:
-        step: takes states ``[length, hidden]`` and the next token of each; returns the new states, and the logits of
-            the last position.
-        states: states of all tokens but the last.
+        step: takes states ``[length, hidden]`` and the token after each; returns the new states, and the logits of the
+            last position.
+        states: states of all tokens except the last.
     """
     drafted: list[int] = []
     for _ in range(count):
@@ -147,8 +147,8 @@ def chain(
 
 
 def eagle3(folder: Path, model: PreTrainedModel, variant: str) -> DraftFunction:
-    """Save a random EAGLE-3 head. Variants: ``published``, ``separate vocabulary`` (and embedding), ``speculators``
-    (the format of that library)."""
+    """Save a random EAGLE-3 head; return its draft function. Variants: ``published``, ``separate vocabulary`` (with a
+    separate embedding), ``speculators`` (the format of that library)."""
     torch.manual_seed(1)
     name, config, aux = "midlayer", dict[str, Any](), (2, 3, 4)
     weights = {"fc.weight": torch.randn(SIZE, 3 * SIZE) * 0.1, "norm.weight": torch.rand(SIZE) + 0.5}
@@ -188,7 +188,7 @@ def eagle3(folder: Path, model: PreTrainedModel, variant: str) -> DraftFunction:
 
 
 def eagle(folder: Path, model: PreTrainedModel, variant: str) -> DraftFunction:
-    """Save a random EAGLE-1 head."""
+    """Save a random EAGLE-1 head, with or without bias; return its draft function."""
     torch.manual_seed(2)
     weights = {"fc.weight": torch.randn(SIZE, 2 * SIZE) * 0.1, **random_layer("layers.0", SIZE)}
     weights["embed_tokens.weight"] = model.get_input_embeddings().weight.data.clone()
@@ -210,7 +210,7 @@ def eagle(folder: Path, model: PreTrainedModel, variant: str) -> DraftFunction:
 
 
 def medusa(folder: Path, model: PreTrainedModel, variant: str) -> DraftFunction:
-    """Save three random Medusa heads, in the published layout or in vLLM's."""
+    """Save three random Medusa heads in the published layout or in vLLM's; return their draft function."""
     torch.manual_seed(3)
     num_layers = 2 if variant == "vLLM" else 1
     blocks = [[(torch.randn(SIZE, SIZE) * 0.2, torch.randn(SIZE)) for _ in range(num_layers)] for _ in range(3)]
@@ -281,15 +281,15 @@ def test_drafts_equal_definition_in_pytorch(
     ],
     ids=lambda config: config.model_type,
 )
-def test_heads_of_other_model_families_draft_as_defined(config: PreTrainedConfig, tmp_path: Path) -> None:
-    """With post-norms, scaled residuals, parallel residuals, and with experts and a latent KV cache."""
+def test_drafts_for_other_model_families_equal_definition(config: PreTrainedConfig, tmp_path: Path) -> None:
+    """The models have post-norms, scaled residuals, parallel residuals, and experts with a latent KV cache."""
     save(config, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     compare_drafts(tmp_path, tmp_path / "head", eagle3(tmp_path / "head", model, "published"))
 
 
 def compare_drafts(target: Path, head: Path, drafted: DraftFunction) -> None:
-    """Compare the drafts made while prompts are answered; the method is detected from the head's folder."""
+    """Compare the drafts for each prompt with ``drafted``. The engine detects the method from the head's folder."""
     given = speculative(head)
     engine = LLM(target, speculative_config=given, enable_prefix_caching=False, **OPTIONS).engine
     compared = 0
@@ -318,7 +318,7 @@ def test_plan_includes_memory_of_heads(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The plan counts all matrices that are loaded, and equals the engine's log."""
+    """The plan counts all weight matrices that are loaded, and its KV size equals the engine's log."""
     make(tmp_path, model, variant)
     config = json.dumps(speculative(tmp_path))
     flags = ["--model", str(target), "--dtype", "float32", "--max-model-len", "256", "--kv-cache-sequences", "2"]
@@ -328,7 +328,7 @@ def test_plan_includes_memory_of_heads(
         found.append(json.loads(capsys.readouterr().out))
     tensors = load_file(tmp_path / "model.safetensors")
     if method == "eagle":
-        del tensors["embed_tokens.weight"]  # shared with the model
+        del tensors["embed_tokens.weight"]  # EAGLE-1 heads use the model's embedding
     matrices = [tensor for tensor in tensors.values() if tensor.dim() > 1]
     assert found[1]["weight_bytes"] - found[0]["weight_bytes"] == 4 * sum(map(Tensor.numel, matrices))
     with caplog.at_level(logging.INFO):
@@ -343,7 +343,7 @@ def test_plan_includes_memory_of_heads(
 
 @pytest.fixture(scope="module")
 def simple(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
-    """A model whose next token depends on the last token only, and heads that predict some of the next tokens."""
+    """Model whose next token depends on the last token only, and heads that predict some of its tokens."""
     folder = tmp_path_factory.mktemp("simple")
     tokens = 60
     save(LlamaConfig(**{**CONFIG.to_dict(), "vocab_size": tokens}), folder)
@@ -403,14 +403,14 @@ def test_drafts_do_not_change_outputs(
 ) -> None:
     folder, heads = simple
     llm = LLM(folder, speculative_config=speculative(heads[method], method), **OPTIONS | options)
-    for _ in range(2):  # the second time from the prefix cache
+    for _ in range(2):  # the second pass reads the prefixes from the cache
         assert answers(llm, 60) == without_drafts
     stats = llm.engine.scheduler.speculation.stats  # type: ignore[union-attr]
     assert stats.accepted_tokens > (0.1 if method == "eagle3" else 0.3) * stats.draft_tokens > 20
 
 
 @pytest.mark.parametrize("method", ["eagle3", "medusa"])
-def test_ranks_accept_the_same_drafts(
+def test_two_ranks_accept_same_drafts_as_one(
     simple: tuple[Path, dict[str, Path]], without_drafts: list[Any], method: str
 ) -> None:
     folder, heads = simple
@@ -426,7 +426,7 @@ def test_ranks_accept_the_same_drafts(
     assert stats[0] == stats[1] and stats[0].accepted_tokens > 0
 
 
-def test_heads_stay_after_weight_update_and_sleep(
+def test_weight_update_and_sleep_keep_heads(
     simple: tuple[Path, dict[str, Path]], without_drafts: list[Any], tmp_path: Path
 ) -> None:
     folder, heads = simple
@@ -465,10 +465,10 @@ def test_heads_in_model_folder_and_in_pytorch_file_are_loaded(
             "eagle3",
             {"eagle_aux_hidden_state_layer_ids": None},
             {},
-            r"before the layers \[2, 3, 3\] .* and the model has 6 layers",
+            r"inputs of layers \[2, 3, 3\] .* different layers from 0 to 5",
         ),
         ("eagle3", {"num_hidden_layers": 2}, {}, "heads with one layer are supported"),
-        ("eagle3", {"vocab_size": 300}, {}, "the head has a vocabulary of 300 tokens, the model 60"),
+        ("eagle3", {"vocab_size": 300}, {}, "the head has vocab_size 300, the model 60"),
         ("eagle3", {"hidden_size": None}, {}, "fc.weight has shape"),
         ("eagle3", {"intermediate_size": 128}, {}, "midlayer.mlp.gate_proj.weight has shape"),
         ("eagle", {}, {"pipeline_parallel_size": 2}, "with pipeline_parallel_size > 1, only the method ngram"),
@@ -531,11 +531,11 @@ EXPERTS = {"moe_intermediate_size": 48}
 def test_mtp_layers_are_loaded_under_names_of_family(
     config: PreTrainedConfig, layer: int, names: dict[str, str], tmp_path: Path
 ) -> None:
-    """The next token of the models depends on the last token only.
+    """The models' next token depends on the last token only.
 
     Args:
-        layer: index of the model's layer whose weights the MTP layer gets.
-        names: names of modules in the checkpoint; "" is the MTP layer itself.
+        layer: index of the decoder layer whose weights are copied to the MTP layer.
+        names: module names in the checkpoint; "" is the MTP layer itself.
     """
     save(config, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Small load scenarios on a real server: no request is lost. ``benchmarks/reliability.py`` runs large ones."""
+"""Small load scenarios on a real server: no request is lost. ``benchmarks/reliability.py`` runs larger ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def questions() -> list[Question]:
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
-    """Servers of this file only, as the scenarios end them."""
+    """Servers that are not shared with other test files, because the scenarios end them."""
     servers = Servers()
     yield servers
     servers.close()
@@ -48,7 +48,7 @@ def two_api_processes(servers: Servers) -> Served:
     return servers.get(*storm.SERVER_OPTIONS, "--api-server-count", "2")
 
 
-def test_disconnecting_clients_leave_nothing_behind(questions: list[Question], shared: Served) -> None:
+def test_disconnecting_clients_leak_no_resources(questions: list[Question], shared: Served) -> None:
     tally = storm.run(storm.clients_disconnecting(questions, 120, shared=shared))
     assert min(tally.counts[Outcome.LEFT], tally.counts[Outcome.RIGHT]) > 20
 
@@ -66,7 +66,7 @@ def test_requests_of_many_connections_are_all_answered(questions: list[Question]
 
 def test_requests_beyond_queue_are_refused_at_once(questions: list[Question], short_queue: Served) -> None:
     assert storm.run(storm.overload(questions, 100, shared=short_queue)).slowest < 20, (
-        "far below the two minutes after which a request counts as lost"
+        "a request counts as lost after two minutes"
     )
 
 
@@ -80,13 +80,13 @@ def test_killed_engine_fails_its_requests_at_once_and_restarts(
 
 def test_greedy_clients_do_not_block_others(questions: list[Question], shared: Served) -> None:
     tally = storm.run(storm.greedy_clients(questions, 2, n=50, shared=shared))
-    # nobody waits until the greedy requests have ended; the next test checks the contract's limits
+    # no client waits for the greedy requests to end; the next test checks the limits of the contract
     assert max(tally.slowest_live, tally.longest_gap) < 20, tally
 
 
 @pytest.mark.thorough
 def test_greedy_clients_delay_others_within_contract(questions: list[Question]) -> None:
-    """Contract: on an idle machine ``/live`` within 100 ms, no gap beyond 500 ms, no event loop blocked for 50 ms."""
+    """Contract on an idle machine: ``/live`` within 100 ms, chunks within 500 ms, no event loop blocked for 50 ms."""
     tally = storm.run(storm.greedy_clients(questions, 12, max_block=0.05))
     assert (tally.slowest_live <= 0.1, tally.longest_gap <= 0.5) == (True, True), tally
 
@@ -96,7 +96,7 @@ def test_pipelined_requests_do_not_block_others(questions: list[Question], share
 
 
 def test_hanging_engine_is_killed(questions: list[Question], short_timeouts: Served) -> None:
-    assert storm.run(storm.engine_hung(questions, 10, shared=short_timeouts)).slowest < 50, "the default is a minute"
+    assert storm.run(storm.engine_hung(questions, 10, shared=short_timeouts)).slowest < 50, "the default is 60 s"
 
 
 def test_killed_api_process_breaks_only_its_connections(questions: list[Question], two_api_processes: Served) -> None:
@@ -115,7 +115,7 @@ def test_sigterm_completes_open_requests(questions: list[Question], two_api_proc
 
 
 def test_sigterm_to_process_group_completes_open_requests() -> None:
-    """As systemd sends it."""
+    """systemd sends SIGTERM to all processes of the group."""
     with Served("--num-gpu-blocks-override", "200", "--tensor-parallel-size", "2") as served:
         client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
         request: Any = {"model": "penstock-demo", "prompt": "The story of a fox:", "max_tokens": 400, "temperature": 0}
@@ -131,7 +131,7 @@ def test_sigterm_to_process_group_completes_open_requests() -> None:
 
 def test_requests_open_at_drain_timeout_get_error(questions: list[Question], short_queue: Served) -> None:
     assert storm.run(storm.sigterm_drain_timeout(questions, 4, shared=short_queue)).slowest < 20, (
-        "the default is half a minute"
+        "the default drain timeout is half a minute"
     )
 
 

@@ -1,4 +1,4 @@
-"""Request options in pairs and larger sets: the same result alone and in a batch, or a refusal by name."""
+"""Pairs and larger sets of request options: each gives the same result alone and in a batch, or is refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock import demo
 from penstock.core.sampling import EXCLUSIVE
 
 NUM_SETS = int(os.environ.get("PENSTOCK_TOGETHER_HEAPS", "20"))
-"""Number of random sets of three to seven features, in addition to all pairs."""
+"""Number of random sets of three to seven features, which are tested in addition to all pairs."""
 MESSAGE = {"role": "user", "content": "Tell me about Anna, who lives in Paris."}
 CITY = {
     "type": "object",
@@ -85,23 +85,23 @@ FORBIDDEN: dict[frozenset[str], str] = {
     frozenset(("beams", "stop")): "stop",
     frozenset(("beams", "logprobs")): "logprobs",
 }
-"""Pairs that are refused → pattern of the message."""
+"""Incompatible pairs of features → pattern of the error message."""
 MAX_TOKENS = 40
 """Maximum number of tokens of an answer."""
 
 
 def body(names: tuple[str, ...]) -> dict[str, Any]:
-    """Fields of a request with several features."""
+    """Return the request body for a set of features."""
     made: dict[str, Any] = {"model": "default", "messages": [MESSAGE], "max_tokens": MAX_TOKENS, "temperature": 0}
     if "best of" in names and "beams" not in names:
         made |= {"temperature": 0.7, "seed": 5}
-    for name in sorted(names, key=lambda name: name == "thought"):  # "limited thought" sets the same field
+    for name in sorted(names, key=lambda name: name == "thought"):  # "thought" is applied last
         made |= {key: value for key, value in FEATURES[name].items() if name != "beams" or key != "temperature"}
     return made
 
 
 def refusals(names: tuple[str, ...]) -> list[str]:
-    """Patterns of the messages that may refuse a set of features; empty if it is allowed."""
+    """Return the patterns of possible error messages for a set of features; empty if the set is allowed."""
     return [message for pair in itertools.combinations(names, 2) if (message := FORBIDDEN.get(frozenset(pair)))]
 
 
@@ -119,7 +119,7 @@ def sailor(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def not_streamed(client: openai.AsyncOpenAI, request: dict[str, Any]) -> Any:
-    """Choices of an answer, in the same form as those of ``streamed``."""
+    """Return the choices of an answer, in the same form as ``streamed``."""
     answer = (await client.chat.completions.create(**split(request))).model_dump()
     return [
         {
@@ -159,7 +159,7 @@ async def streamed(client: openai.AsyncOpenAI, request: dict[str, Any]) -> Any:
 
 
 def split(request: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the client's method: fields that OpenAI does not define go into ``extra_body``."""
+    """Return the arguments of the client's method. Fields that OpenAI does not define are put into ``extra_body``."""
     known = (
         "model messages max_tokens temperature n seed top_p stop presence_penalty frequency_penalty logit_bias "
         "logprobs top_logprobs tools tool_choice parallel_tool_calls response_format"
@@ -169,7 +169,7 @@ def split(request: dict[str, Any]) -> dict[str, Any]:
 
 
 async def answers(server: Served, ask: Callable[..., Any], concurrency: int) -> list[Any]:
-    """Choices of each request, or the message of its refusal."""
+    """Return the choices for each request, or the error message if it is refused."""
     client = openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=120)
     window = asyncio.Semaphore(concurrency)
 
@@ -185,15 +185,15 @@ async def answers(server: Served, ask: Callable[..., Any], concurrency: int) -> 
 
 @pytest.fixture(scope="module")
 def alone(sailor: Path) -> list[Any]:
-    """Results of requests one at a time, not streamed, with a large KV cache. The block size is as in the other server,
-    as it determines the order of sums in attention."""
+    """Results of requests sent one at a time, not streamed, with a large KV cache. The block size equals that of the
+    other server, because it determines the order of sums in attention."""
     flags = ["--num-gpu-blocks-override", "400", "--block-size", "16", "--max-model-len", "512"]
     with Served("--lora-modules", f"sailor={sailor}", *flags) as server:
         return asyncio.run(answers(server, not_streamed, 1))
 
 
 def test_compatible_options_give_same_result_in_any_batch(alone: list[Any], sailor: Path) -> None:
-    """Streamed, 24 at a time, in a KV cache that is too small for them, in short chunks, with drafts."""
+    """Requests are streamed, 24 at a time, with a KV cache that causes preemptions, short chunks and drafts."""
     drafting = json.dumps({"method": "ngram", "adaptive": False})
     flags = ["--num-gpu-blocks-override", "48", "--block-size", "16", "--max-model-len", "512"]
     flags += ["--max-num-batched-tokens", "96", "--max-waiting", "1024", "--speculative-config", drafting]

@@ -1,4 +1,4 @@
-"""Trees of draft tokens, verified in one step."""
+"""Token trees: several draft tokens per position are verified in one step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.config.token_tree import TokenTree, depths, segments
 from penstock.engine.spec_decode.speculation import SpecDecodingStats
 from penstock.ops import cpu, reference
 
-__all__ = ["simple"]  # a fixture
+__all__ = ["simple"]  # re-export the fixture
 
 TREE = [[0], [0, 0], [0, 0, 0], [0, 0, 1], [0, 1], [0, 1, 0], [1], [1, 0], [1, 0, 0], [2], [2, 1]]
 Heads = tuple[Path, dict[str, Path]]
@@ -25,7 +25,7 @@ Heads = tuple[Path, dict[str, Path]]
 
 @pytest.fixture(scope="module")
 def attending(simple: Heads, tmp_path_factory: pytest.TempPathFactory) -> Heads:
-    """The model of ``simple`` with a small contribution of attention, enough to change every logprob."""
+    """The model of ``simple`` with a small attention output, which changes every logprob."""
     folder = tmp_path_factory.mktemp("attending") / "model"
     shutil.copytree(simple[0], folder, ignore=shutil.ignore_patterns("eagle*", "medusa"))
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
@@ -100,9 +100,9 @@ def test_tree_drafts_do_not_change_outputs(
     expected = answers(LLM(folder, **OPTIONS | options), 60) if inexact else plain
     given = speculative(heads[method], method, speculative_token_tree=TREE)
     llm = LLM(folder, speculative_config=given, **OPTIONS | options)
-    for _ in range(2):  # the second time from the prefix cache
+    for _ in range(2):  # the second pass reads the prefixes from the cache
         got = answers(llm, 60)
-        if "ops" in options:  # not batch-invariant
+        if "ops" in options:  # the reference kernels are not batch-invariant
             assert tokens_of(got) == tokens_of(expected)
         else:
             assert got == expected
@@ -110,8 +110,8 @@ def test_tree_drafts_do_not_change_outputs(
     assert stats(llm).accepted_tokens > 0.1 * stats(llm).drafts > 10
 
 
-def test_trees_have_more_accepted_tokens_than_their_first_path(attending: Heads, plain: list[Any]) -> None:
-    """One sequence at a time, greedy or sampled. With penalties, only the first path is drafted."""
+def test_tree_has_more_accepted_tokens_than_its_first_path(attending: Heads, plain: list[Any]) -> None:
+    """Sequences run one at a time, greedy or sampled. With penalties, only the tree's first path is drafted."""
     folder, heads = attending
     accepted = []
     for more in ({"medusa_choices": TREE}, {"num_speculative_tokens": 3}):
@@ -133,11 +133,11 @@ def test_trees_have_more_accepted_tokens_than_their_first_path(attending: Heads,
         ({"medusa_choices": [[0]], "eagle_choices": [[0]]}, "set only one of medusa_choices and eagle_choices"),
         ({"eagle_choices": [[0]], "method": "medusa"}, "eagle_choices cannot be set with the method medusa"),
         ({"speculative_token_tree": "[(0,)]", "method": "ngram"}, "cannot be set with the method ngram"),
-        ({"speculative_token_tree": [[0] * 33]}, "a depth of at most 32"),
+        ({"speculative_token_tree": [[0] * 33]}, "33 nodes and depth 33; .* at most depth 32"),
         ({"num_speculative_tokens": 33}, "num_speculative_tokens must be at most 32"),
         (
             {"method": "medusa", "model": "HEADS/medusa", "medusa_choices": [[0] * 4]},
-            "has depth 4, but there are 3 heads",
+            "has depth 4, and the model 3 draft heads",
         ),
         ({"model": "MODEL", "speculative_token_tree": [[0]]}, "draft models cannot draft trees"),
         (

@@ -1,4 +1,4 @@
-"""Cache of packed weights on disk: used by the next start, but not if damaged or of another checkpoint."""
+"""Disk cache of packed weights: used at the next start, unless damaged or of another checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from penstock.parallel.shared_memory import SharedMemoryGroup, create_memory
 
 PROMPTS = [[5, 6, 7, 8], list(range(40, 90))]
 DATA = 2 * 2**20
-"""Byte offset of the data in a small file."""
+"""Byte offset of the weights in a small cache file."""
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_weights_of_another_checkpoint_state_are_packed_again(checkpoint: Path, 
     assert answers(checkpoint, cache) == expected
     assert list(cache.iterdir()) == [file]
     before = weights.stat()
-    with weights.open("r+b") as content:  # other weights with the same size, header and date
+    with weights.open("r+b") as content:  # change the weights, but not the file's size, header and date
         content.seek(before.st_size - 20_000)
         content.write(random.Random(0).randbytes(1000) + bytes(19_000))
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -91,7 +91,7 @@ def test_weights_of_another_checkpoint_state_are_packed_again(checkpoint: Path, 
 
 
 def flip_bits(content: bytes, begin: int, end: int) -> bytes:
-    """Flip 300 bits in a range of bytes."""
+    """Return the content with 300 bits flipped at random positions of a byte range."""
     damaged, rng = bytearray(content), random.Random(0)
     for _ in range(300):
         damaged[rng.randrange(begin, end)] ^= 1 << rng.randrange(8)
@@ -109,7 +109,7 @@ def test_damaged_tensors_are_logged_and_packed_again(
     with caplog.at_level(logging.WARNING):
         assert answers(checkpoint, cache) == expected
     (message,) = [record.getMessage() for record in caplog.records]
-    assert re.search(rf"{file}: \d+ tensors are damaged and made again: model.embed_tokens \(values\), .*", message)
+    assert re.search(rf"{file}: \d+ tensors are damaged and packed again: model.embed_tokens \(values\), .*", message)
     assert file.read_bytes() == content
     damaged = bytearray(content)
     damaged[-1] ^= 1
@@ -118,12 +118,12 @@ def test_damaged_tensors_are_logged_and_packed_again(
     with caplog.at_level(logging.WARNING):
         assert answers(checkpoint, cache) == expected
     (message,) = [record.getMessage() for record in caplog.records]
-    assert re.fullmatch(rf"{file}: a tensor is damaged and made again: \S+ \((scales|values)\)", message)
+    assert re.fullmatch(rf"{file}: a tensor is damaged and packed again: \S+ \((scales|values)\)", message)
     assert file.read_bytes() == content
 
 
 def edit_header(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
-    """Return a function that changes the header of a file, with a matching checksum."""
+    """Return a function that changes the header of a cache file; the header's checksum is correct."""
 
     def changed(content: bytes) -> bytes:
         length = int.from_bytes(content[8:16], "little")
@@ -137,7 +137,7 @@ def edit_header(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], b
 
 
 def edit_first_tensor(**fields: Any) -> Callable[[bytes], bytes]:
-    """Return a function that changes fields of the first tensor in the header of a file."""
+    """Return a function that changes fields of the first tensor in a cache file's header."""
     return edit_header(lambda header: next(iter(next(iter(header["entries"].values())).values())).update(fields))
 
 
@@ -232,7 +232,7 @@ def test_unfinished_file_of_killed_process_is_removed(checkpoint: Path, tmp_path
     answers(checkpoint, cache)
     (file,) = cache.iterdir()
     file.rename(file.with_suffix(".part"))
-    with (cache / "other.part").open("wb") as other:  # another process writes it
+    with (cache / "other.part").open("wb") as other:  # another process is writing this file
         fcntl.flock(other, fcntl.LOCK_EX)
         answers(checkpoint, cache)
         assert set(cache.iterdir()) == {file, Path(other.name)}
@@ -253,11 +253,11 @@ def test_least_recently_used_files_are_removed(
     (second,) = files() - {first}
     start(checkpoint, cache, "wint8", limit)
     (third,) = files() - {first, second}
-    start(checkpoint, cache, "w8a8", limit)  # uses the first
+    start(checkpoint, cache, "w8a8", limit)  # marks the first file as recently used
     start(checkpoint, cache, "wint4", limit)
     (fourth,) = files() - {first, third}
     assert second not in files()
-    running = start(checkpoint, cache, "wint8", limit)  # has the third mapped
+    running = start(checkpoint, cache, "wint8", limit)  # keeps the third file mapped
     start(checkpoint, cache, "w8a8", limit)
     start(checkpoint, cache, "wint4", limit)
     start(checkpoint, cache, "w4a8", limit)
@@ -273,11 +273,11 @@ def test_least_recently_used_files_are_removed(
 
 
 def test_each_rank_has_a_separate_file(checkpoint: Path, tmp_path: Path) -> None:
-    """The halves of two ranks have the same names and sizes, but other weights."""
+    """The weight halves of two ranks have the same tensor names and sizes, but different values."""
     cache, memory = tmp_path / "cache", create_memory()
 
     def load(rank: int, ranks: int) -> int:
-        """Load the weights of a rank; return the number of bytes found in the cache."""
+        """Load the weights of a rank; return the number of bytes that were mapped from the cache."""
         model = load_model(
             checkpoint,
             backend(torch.device("cpu")),

@@ -1,4 +1,4 @@
-"""Weight updates of a running engine: outputs before and after equal those of fresh engines, bit by bit."""
+"""Weight updates of a running engine: outputs before and after an update are bit-identical to those of new engines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PIPELINE_PARALLEL = {"pipeline_parallel_size": 2, "distributed_executor_backend"
 PROMPTS = [list(range(5 * i, 5 * i + 40)) for i in range(3)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 Answer = list[tuple[int, tuple[tuple[int, float], ...]]]
-"""For each generated token: its id, and the listed (token id, logprob) pairs."""
+"""Per generated token: its id, and the (token id, logprob) pairs of its logprobs entry."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def new(old: Path) -> Path:
 
 
 def perturbed(folder: Path, target: Path, seed: int = 1) -> Path:
-    """Save a copy of a model with other weights."""
+    """Save a copy of a model with perturbed weights; return its folder."""
     shutil.copytree(folder, target)
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(folder / "model.safetensors")
@@ -67,7 +67,7 @@ def opened(folder: Path, **options: Any) -> Iterator[LLM]:
 
 
 def answers(llm: LLM) -> list[Answer]:
-    """Generated tokens and logprobs."""
+    """Return generated tokens and logprobs, after checking the weights version of each output."""
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert {output.weights_version for output in outputs} == {llm.engine.info.weights_version}
     return [
@@ -85,7 +85,7 @@ def fresh(folder: Path, **options: Any) -> list[Answer]:
 
 
 @pytest.mark.parametrize("options", [{}, TENSOR_PARALLEL, PIPELINE_PARALLEL, {"quantization": "w8a8"}], ids=str)
-def test_weights_are_updated_from_folder_and_from_tensors(old: Path, new: Path, options: Mapping[str, Any]) -> None:
+def test_update_from_folder_or_tensors_equals_new_engine(old: Path, new: Path, options: Mapping[str, Any]) -> None:
     same_bits = {name: value for name, value in options.items() if name == "quantization"}
     before, after = fresh(old, **same_bits), fresh(new, **same_bits)
     assert before != after
@@ -108,7 +108,7 @@ def request(number: int, prompt: list[int], tokens: int = 24) -> EngineRequest:
 
 
 class Run:
-    """Runs an engine until a condition holds, and collects its output."""
+    """Runs an engine and collects its output by request id."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -147,7 +147,7 @@ def test_running_requests_finish_or_recompute_at_update(old: Path, new: Path, ru
     with closing(engine):
         run = Run(engine)
         run.until(engine.weights.load(str(new)))
-        for number, prompt in enumerate(PROMPTS):  # the last one waits for a row
+        for number, prompt in enumerate(PROMPTS):  # the last request waits for a free row
             engine.add(request(number, prompt))
         while min([len(run.tokens.get(str(number), [])) for number in range(2)]) < 5:
             run.step()
@@ -171,8 +171,8 @@ def test_running_requests_finish_or_recompute_at_update(old: Path, new: Path, ru
 
 
 @pytest.mark.parametrize("method", ["draft_model", "mtp", "ngram"])
-def test_update_with_drafts_adapters_beams_and_several_sequences(method: str, tmp_path: Path) -> None:
-    """Requests that run during the update end; later requests have the bits of a fresh engine."""
+def test_update_with_drafts_adapters_and_beams_equals_new_engine(method: str, tmp_path: Path) -> None:
+    """Requests that run during the update end without an error. Later requests have the bits of a new engine."""
     before = with_head(tmp_path / "before", accurate=True)
     after = perturbed(before, tmp_path / "after")
     lora = adapter(before, tmp_path / "lora")
@@ -260,7 +260,7 @@ def reconfigure(folder: Path, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, TENSOR_PARALLEL], ids=str)
-def test_failed_update_changes_nothing(old: Path, new: Path, tmp_path: Path, options: Mapping[str, Any]) -> None:
+def test_failed_update_keeps_weights(old: Path, new: Path, tmp_path: Path, options: Mapping[str, Any]) -> None:
     with opened(old, enable_prefix_caching=True, **options) as llm:
         before, version = answers(llm), llm.engine.info.weights_version
         for number, (kind, damage) in enumerate(DAMAGES.items()):
@@ -289,7 +289,7 @@ def test_update_without_enough_memory_is_refused(old: Path, new: Path, monkeypat
 
 
 @pytest.mark.parametrize("options", [{}, TENSOR_PARALLEL], ids=str)
-def test_outputs_are_the_same_after_sleep_and_wake_up(old: Path, new: Path, options: Mapping[str, Any]) -> None:
+def test_sleep_and_wake_up_do_not_change_outputs(old: Path, new: Path, options: Mapping[str, Any]) -> None:
     after = fresh(new)
     with opened(old, enable_prefix_caching=True, **options) as llm:
         before = answers(llm)
@@ -306,7 +306,7 @@ def test_outputs_are_the_same_after_sleep_and_wake_up(old: Path, new: Path, opti
         assert llm.is_sleeping()
         llm.wake_up(["kv_cache"])
         assert answers(llm) == before
-        for _ in range(2):  # like trainers, which use the memory meanwhile
+        for _ in range(2):  # trainers use the memory between sleep and update
             llm.sleep(2)
             llm.update_weights(load_file(new / "model.safetensors"))
             assert llm.is_sleeping()
@@ -315,7 +315,7 @@ def test_outputs_are_the_same_after_sleep_and_wake_up(old: Path, new: Path, opti
         llm.sleep(2)
         with pytest.raises(PenstockError, match="came from update_weights"):
             llm.wake_up()
-        llm.wake_up(["weights"])  # to be updated next
+        llm.wake_up(["weights"])  # allocate the weights only, for the next update
         llm.update_weights(old)
         llm.wake_up()
         assert answers(llm) == before
@@ -326,7 +326,7 @@ def test_outputs_are_the_same_after_sleep_and_wake_up(old: Path, new: Path, opti
 
 
 def test_sleep_frees_the_kv_cache(old: Path) -> None:
-    with opened(old, num_gpu_blocks_override=20_000) as llm:  # 300 MB of KV cache
+    with opened(old, num_gpu_blocks_override=20_000) as llm:  # the KV cache takes 300 MB
         outputs = llm.generate([[i] * 200 for i in range(3, 250)], GREEDY, use_tqdm=False)
         assert all(output.finished for output in outputs)
         used = resident()
@@ -339,7 +339,7 @@ def test_sleep_frees_the_kv_cache(old: Path) -> None:
 def test_sleep_frees_weights(tmp_path: Path) -> None:
     wide = SMALL | {"hidden_size": 512, "intermediate_size": 4096}
     save(Qwen3Config(**wide, head_dim=32, sliding_window=None), tmp_path)
-    with opened(tmp_path) as llm:  # 80 MB
+    with opened(tmp_path) as llm:  # the weights take 80 MB
         before, used = answers(llm), resident()
         llm.sleep(2)
         assert used - resident() > 60e6
@@ -356,10 +356,10 @@ def test_updates_leak_no_models_and_no_descriptors(old: Path, new: Path) -> None
         gc.unfreeze()
         gc.collect()
         count = sum(type(each) is Decoder for each in gc.get_objects())
-        gc.freeze()  # as in conftest.py: collections in other tests do not visit imported objects
+        gc.freeze()  # as in conftest.py, collections in later tests skip imported objects
         return count
 
-    others = count_models()  # of other tests
+    others = count_models()  # models left by earlier tests
     with opened(old) as llm:
         folders = [old, new]
 
@@ -374,13 +374,13 @@ def test_updates_leak_no_models_and_no_descriptors(old: Path, new: Path) -> None
 
 
 def test_dropped_engine_is_freed_at_once(old: Path, new: Path) -> None:
-    """Whatever it has done, no cycle of references keeps it and its memory until the next garbage collection."""
+    """No reference cycle keeps the engine and its memory until the next garbage collection."""
 
     def count_models() -> int:
         return sum(type(each) is Decoder for each in gc.get_objects())
 
     gc.collect()
-    others = count_models()  # of other tests
+    others = count_models()  # models left by earlier tests
     llm = LLM(old, **OPTIONS)
     answers(llm)
     llm.update_weights(new)

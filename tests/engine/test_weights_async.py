@@ -1,4 +1,4 @@
-"""Weight updates and sleep while an engine process serves: every token is of the old or of the new weights."""
+"""Weight updates and sleep while an engine process serves: each token is computed with the old or the new weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 class Oracle:
-    """Reference: tokens that a fresh engine generates with the weights of a folder."""
+    """Reference engine: returns the tokens that a new engine generates with the weights of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._llm = LLM(folder, **OPTIONS)
@@ -64,7 +64,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 class Stream:
-    """A request whose tokens are collected on arrival."""
+    """A request whose output is collected in a background task."""
 
     def __init__(self, llm: AsyncLLM, tokens: int, prompt: list[int] | None = None) -> None:
         self._outputs = llm.generate(prompt or PROMPT, greedy(tokens))
@@ -107,14 +107,14 @@ def test_requests_during_update_pause_and_sleep_get_expected_tokens(
 
             running = Stream(llm, 300)
             await running.started_generating()
-            await llm.pause_generation("keep")  # in the middle of the request
+            await llm.pause_generation("keep")  # the request has generated only a part of its tokens
             assert await llm.update_weights(folders[0], "recompute") == old.version
             await llm.resume_generation()
             tokens, output = await running.tokens(), await running.task
             assert output.weights_versions == [new.version, old.version]
             before = new(PROMPT, 300)
             changed = next(i for i, (token, other) in enumerate(zip(tokens, before, strict=True)) if token != other)
-            candidates = range(changed, changed - 3, -1)  # the first tokens after the change may be the same
+            candidates = range(changed, changed - 3, -1)  # the first new tokens may be equal
             assert any(tokens[i:] == old(PROMPT + before[:i], 300 - i) for i in candidates)
 
             broken = folders[0].parent / "broken"
@@ -178,7 +178,7 @@ def test_killed_engine_restarts_with_updated_weights_and_sleep_state(
             await kill(llm)
             with pytest.raises(PenstockError):
                 await updating
-            await llm.resume_generation()  # a sleeping engine refuses this
+            await llm.resume_generation()  # a sleeping engine would refuse this call
             assert await Stream(llm, 20).tokens() == old(PROMPT, 20)
             await llm.update_weights(copy)
             await llm.sleep(1)
@@ -202,7 +202,7 @@ def test_replicas_are_updated_together_or_not_at_all(
     old, new = oracles
 
     async def check_all_replicas(llm: AsyncLLM, oracle: Oracle) -> None:
-        """Check that requests of both replicas get the tokens and the weights version of an oracle."""
+        """Check that requests of both replicas get the tokens and the weights version of the oracle."""
         prompts = [[number, *PROMPT] for number in range(12)]
         streams = [Stream(llm, 10, prompt) for prompt in prompts]
         assert [await stream.tokens() for stream in streams] == [oracle(prompt, 10) for prompt in prompts]

@@ -90,7 +90,7 @@ def test_build_omits_kernels_on_request_and_refuses_unknown_sets(sources: Path) 
 
 
 def test_packages_contain_commit_of_checkout(sources: Path, tmp_path: Path) -> None:
-    """Also a wheel built from an sdist. Building leaves no file in the checkout."""
+    """An sdist, a wheel, and a wheel built from an sdist. The build leaves no file in the checkout."""
 
     def git(*arguments: str) -> str:
         config = ["-c", "user.name=A", "-c", "user.email=a@example.com", "-c", "init.defaultBranch=main"]

@@ -65,7 +65,7 @@ def commit_of_checkout() -> str:
 
 @cache
 def newer() -> Path | None:
-    """The newest Python in ``PATH`` or of pyenv that is newer than this one; None if none is newer."""
+    """The newest Python in ``PATH`` or of pyenv; None if it is not newer than this Python."""
     minors = range(sys.version_info.minor + 8, sys.version_info.minor, -1)
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
     for minor in minors:
@@ -105,7 +105,7 @@ class Clean:
             self.install("--no-deps", wheel)
 
     def _finds_cpu_torch(self) -> bool:
-        """Whether pip would install a CPU build of torch, not one for CUDA of several GB."""
+        """True if pip would install a CPU build of torch, and not a build for CUDA of several GB."""
         report = pip("install", "-q", "--dry-run", "--no-deps", "--report", "-", TORCH, python=self.python)
         (found,) = json.loads(report)["install"]
         requirements = found["metadata"].get("requires_dist", [])
@@ -222,7 +222,7 @@ def test_command_without_its_extra_names_the_extra(clean: Clean, arguments: list
 
 
 def test_models_are_downloaded_from_a_hub(clean: Clean, tmp_path: Path) -> None:
-    """Also over a connection that is reset during the download."""
+    """The hub resets one of the connections during the download."""
     hub = Hub()
     try:
         client = Client(hub.url, tmp_path, clean.python)
@@ -261,7 +261,7 @@ def test_chat_runs_a_model_in_a_terminal(full: Clean) -> None:
 
 
 def test_chat_connects_to_a_server(clean: Clean) -> None:
-    """The server runs in this environment, so that environments without torch are tested, too."""
+    """The server runs in the environment of the tests, so that clean environments without torch are tested, too."""
     with Served(*SMALL) as server:
         command = [str(clean.penstock), "chat"]
         with Person(clean.home, "--url", server.url, "--temperature", "0", command=command) as person:
@@ -292,8 +292,8 @@ def test_readme_python_runs(full: Clean, served: Served) -> None:
 
 
 def test_readme_commands_run(full: Clean, served: Served) -> None:
-    """``MODEL`` is the built-in model. Not run: installation, and commands with separate tests (chat, bench, download,
-    quantize, serve, top)."""
+    """``MODEL`` is the built-in model. Installation and commands with separate tests (chat, bench, download, quantize,
+    serve, top) do not run."""
     body = {
         "messages": [{"role": "user", "content": "What is the capital of Canada?"}],
         "max_tokens": 20,
@@ -317,7 +317,7 @@ def test_readme_commands_run(full: Clean, served: Served) -> None:
             subprocess.run(["bash", "-c", line.replace("make", "make --dry-run", 1)], cwd=ROOT, check=True)
 
 
-# --- Extras: installed in all tests from here on ----------------------------------------------------------------------
+# --- Extras: the tests below run with all extras installed ------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def test_imported_packages_are_declared() -> None:
 
 
 def test_declared_dependencies_are_imported() -> None:
-    """``httptools`` is used by uvicorn."""
+    """Except ``httptools``, which uvicorn uses."""
     owners = packages_distributions()
     names = {name for path in (ROOT / "src").rglob("*.py") for name in imported(path)}
     used = {distribution(owner) for name in names for owner in owners.get(name, ())} | {"httptools"}
@@ -67,7 +67,7 @@ def test_install_hints_name_package_and_extras() -> None:
 
 
 def test_api_process_does_not_import_heavy_packages() -> None:
-    """Packages that only some models or options need are imported on use, to save start time and memory."""
+    """Packages that only some models or options need are imported on first use, to save start time and memory."""
     code = "import sys, penstock.serve.process.api_server; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "numpy", "PIL", "av", "sqlalchemy", "transformers", "grpc"} & set(loaded)

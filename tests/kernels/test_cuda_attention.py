@@ -28,7 +28,7 @@ from penstock.ops.cuda import elementwise, kv_cache
 from penstock.ops.cuda.launch import record_launches
 from penstock.ops.reference.kv_cache import quantize
 
-attention = import_module("penstock.ops.cuda.attention")  # the package attribute of this name is the op
+attention = import_module("penstock.ops.cuda.attention")  # "from penstock.ops.cuda import" would import the op
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16)
 NAMES = {torch.float32: "float32", torch.float16: "float16"}
@@ -49,7 +49,7 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("seed", FEW)
 def test_elementwise_ops_match_reference(seed: int) -> None:
-    """Norms, residuals, RoPE and gated activations, also of strided rows, with the same bits alone."""
+    """Norms, residuals, RoPE and gated activations, also of strided rows. Each row has the same bits alone."""
     rng = Random(seed)
     dtype, rows, size, heads = rng.choice(DTYPES), rng.randint(1, 5), rng.randint(1, 300), rng.randint(1, 10)
     weight = randn(rng, size, dtype=dtype)
@@ -192,7 +192,7 @@ class Sequences:
     def store(module: Any, cache: Any, quantization: str, k: Tensor, v: Tensor, slots: Tensor) -> None:
         if module is reference:
             return module.store_kv(cache, k, v, slots)
-        # Quantize as the reference does: the interpreter runs one program per vector, and rounds to fp8 wrongly.
+        # The reference quantizes here: the interpreter runs one program per vector, and rounds to fp8 incorrectly.
         blocks, offsets = slots // cache.spec.block_size, slots % cache.spec.block_size
         for part, vectors in enumerate((k, v)):
             if not quantization:
@@ -275,8 +275,8 @@ def test_attention_matches_reference(seed: int, monkeypatch: pytest.MonkeyPatch)
 def test_attention_does_not_depend_on_batch(
     dtype: torch.dtype, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each query has the same bits with the queries before it or alone, with other sequences and padding, with its
-    sequence split over programs or not, for any block size, and for any bytes in unused slots."""
+    """Each query has the same bits with its previous queries or alone, with other sequences and padding, with or
+    without a split of its sequence over programs, for any block size, and for any bytes in unused slots."""
     monkeypatch.setattr(np, "matmul", exact)
     rng = Random(f"{dtype} {quantization}")
     heads, group, dim, lengths = 1, 3, 16, [900, 300, 64, 5]
@@ -332,7 +332,7 @@ def test_layers_share_attention_plan() -> None:
     out = whole[:, 4:36]
     assert attention.attention(q, cache, metadata, AttentionOptions(0.2), out) is out
     assert whole[:, :4].eq(1).all() and whole[:, 36:].eq(1).all()
-    metadata.seq_lens.fill_(10**6)  # the plan was made before
+    metadata.seq_lens.fill_(10**6)  # has no effect on the plan, which was made before
     [plan] = metadata.plan.values()
     before = plan.tensor.clone()
     metadata.seq_lens.fill_(40)
@@ -344,8 +344,8 @@ def test_layers_share_attention_plan() -> None:
 
 @pytest.mark.parametrize("seed", FEW)
 def test_kv_cache_export_and_import_match_reference(seed: int) -> None:
-    """The bytes in a transfer buffer are those of the reference, imported values are exported again unchanged, and
-    blocks are copied completely."""
+    """The bytes in a transfer buffer equal the reference's, imported values are exported again unchanged, and blocks
+    are copied completely."""
     rng = Random(seed)
     dtype, quantization, slot_tokens, heads = (
         rng.choice(DTYPES),
@@ -391,7 +391,7 @@ def test_kv_cache_export_and_import_match_reference(seed: int) -> None:
 
 
 def test_export_uses_only_the_transfer_buffer_in_host_memory() -> None:
-    """Only the page-locked transfer buffer is in host memory, where a GPU can read it; ``meta`` stands for the GPU."""
+    """A GPU can read only the page-locked transfer buffer in host memory; the device ``meta`` represents the GPU."""
     spec = KVSpec(2, 64, "bfloat16", 16)
     cache, layout = kv_cache.new_kv_cache([spec], 2, torch.device("meta"))[0], transfer_layouts([spec], 16)[0]
     buffer, slots = torch.zeros(layout.slot_bytes, dtype=torch.uint8), torch.arange(3)

@@ -14,20 +14,20 @@ import pytest
 import repository
 from repository import SUPPORT
 
-if not find_spec("triton"):  # not imported here: other test files need it with TRITON_INTERPRET
+if not find_spec("triton"):  # no import: other test files import triton with TRITON_INTERPRET
     pytest.skip("triton is not installed", allow_module_level=True)
 
 SCRIPT = SUPPORT / "compile_kernels.py"
 CACHE = repository.BUILD / "triton"
-"""Triton's cache, so that unchanged kernels are not compiled again."""
+"""Folder of Triton's cache, kept so that unchanged kernels are not compiled again."""
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Maximum shared memory of a program, bytes, by target (NVIDIA's tuning guides)."""
 TENSOR_MEMORY = 512
-"""Columns of tensor memory of a multiprocessor. Programs that need more are compiled to a trap."""
+"""Columns of tensor memory of a multiprocessor. A program that needs more columns is compiled to a trap instruction."""
 FP8 = "fp8"
 MULTIPLY = ("product", "product_int4", "product_fp8_blocks", "attention", "shrink", "expand")
 MULTIPLY += ("latent_attention", "linear_by_head")
-"""Kernels with matrix instructions."""
+"""Names of the kernels that must have matrix instructions."""
 
 
 def compile_kernels(*options: str) -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
@@ -52,7 +52,7 @@ def check_kernels(kernels: list[dict[str, Any]], skipped: dict[str, list[str]]) 
                 variants[product, kernel["target"]].add(" ".join(kernel["mma"]))
     for product, kinds in variants.items():
         assert len(kinds) == 1, f"{product}: the bits of a row may depend on the number of tokens: {kinds}"
-    assert set(skipped) <= {"80"}, "only fp8 may be missing, on GPUs without it"
+    assert set(skipped) <= {"80"}, f"only fp8 on target 80 may be unsupported: {skipped}"
     assert all(FP8 in label for labels in skipped.values() for label in labels)
 
 

@@ -1,5 +1,5 @@
-"""The CUDA backend end to end, with a small model in Triton's interpreter on the CPU: tokens equal those of the
-reference backend, and results do not depend on other requests or on the number of steps in flight."""
+"""The CUDA backend end to end, with a small model in Triton's interpreter on the CPU: tokens equal the reference
+backend's, and results do not depend on other requests or on the number of steps in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import interpreted  # noqa: F401 - must precede the kernels
+import interpreted  # noqa: F401 - must precede the import of the kernels
 import msgspec
 import pytest
 import torch
@@ -46,13 +46,13 @@ MORE_KINDS = [
     "float16 wint4-g32 auto",
     "float16 fp8 fp8",
 ]
-"""Dtype, weight quantization and KV cache dtype."""
+"""Dtype, weight quantization and KV cache dtype of the tested engines, by name."""
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
 
 
 @pytest.fixture(autouse=True)
 def batch_invariant() -> Iterator[None]:
-    """Restore the mode that other tests expect."""
+    """Restore the batch-invariant mode, which other tests expect."""
     yield
     cuda.set_batch_invariant(True)
 
@@ -73,7 +73,7 @@ def start(checkpoint: Path, kind: str, **options: Any) -> Engine:
 
 
 def draw_requests(rng: Random, long: int) -> list[EngineRequest]:
-    """Few and short requests, since the interpreter is slow; the last prompt has ``long`` random tokens."""
+    """A few short requests, since the interpreter is slow; the last prompt has ``long`` random tokens."""
     return [
         EngineRequest(
             request_id=str(number),
@@ -100,12 +100,13 @@ SCHEDULES: list[dict[str, Any]] = [
     {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 0, "preemption_mode": "swap", "swap_space": 0.001},
     {"max_concurrent_batches": 3, "max_num_seqs": 3, "block_size": 32, "speculative_config": NGRAM},
 ]
-"""Engine options; by default two steps are in flight. 0 blocks: as few as the longest sequence needs."""
+"""Engine options of each schedule; by default two steps are in flight. 0 KV blocks: the number that the longest
+sequence needs."""
 
 
 def differing(checkpoint: Path, kind: str, schedules: list[dict[str, Any]], long: int) -> list[tuple[int, str]]:
-    """Number of the schedule and id of each request whose results differ from those of the request alone, one step at a
-    time, without graphs and prefix cache."""
+    """Schedule number and id of each request with other results than the request has alone, one step at a time, without
+    graphs and prefix cache."""
     rng, wrong = Random(kind), []
     requests = draw_requests(rng, long)
     lone = start(checkpoint, kind, enable_prefix_caching=False, max_concurrent_batches=1, enforce_eager=True)
@@ -125,7 +126,8 @@ def differing(checkpoint: Path, kind: str, schedules: list[dict[str, Any]], long
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_do_not_depend_on_other_requests(checkpoint: Path, kind: str) -> None:
-    """Neither on prefix hits, padding, drafts and steps in flight; with ``thorough``, on chunks and preemption."""
+    """Results also do not depend on prefix hits, padding, drafts and steps in flight, and (``thorough``) on chunks and
+    preemption."""
     assert differing(checkpoint, kind, SCHEDULES[2:], 48) == []
 
 
@@ -179,8 +181,8 @@ def test_grammar_beam_lora_and_draft_results_do_not_depend_on_others(checkpoint:
 
 
 def test_tensor_parallel_tokens_equal_single_rank(checkpoint: Path) -> None:
-    """Workers submit a step before they wait for the previous one. Only tokens are compared: NumPy multiplies matrices
-    in workers, and its sums depend on the shapes."""
+    """Workers submit a step before they wait for the previous step. Only tokens are compared: in workers, NumPy
+    multiplies matrices, and its sums depend on the shapes."""
     requests = draw_requests(Random(0), 20)[1:2]
     found = []
     for size, backend in ((1, "uni"), (2, "mp")):

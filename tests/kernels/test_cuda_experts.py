@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import interpreted  # noqa: F401 - must precede the kernels
+import interpreted  # noqa: F401 - must precede the import of the kernels
 import pytest
 import torch
 from checkpoints import SMALL, save
@@ -53,7 +53,7 @@ KINDS |= {f"stored, {name}": STORED[name] for name in ("4 bits, offsets", "4 bit
 
 @pytest.mark.parametrize("name", KINDS)
 def test_expert_products_match_reference_in_any_batch(name: str) -> None:
-    """All formats; each row of a batch has the same bits alone."""
+    """Tests all formats. Each row of a batch has the same bits alone."""
     format, experts, hidden, size, dtype = KINDS[name], 4, 64, 40, torch.float16
 
     def pack(ops: Any, seed: int, outputs: int, inputs: int) -> Any:

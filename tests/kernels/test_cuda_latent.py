@@ -35,7 +35,7 @@ def draw(rng: Random, dtype: torch.dtype, quantization: str) -> tuple[KVSpec, in
 @pytest.mark.parametrize("seed", FEW)
 @pytest.mark.parametrize("quantization", ["", "int8"])
 def test_latent_rope_and_store_match_reference(quantization: str, seed: int) -> None:
-    """Queries and exported bytes are those of the reference. Padding writes nothing."""
+    """Queries and exported bytes equal the reference's. Padding writes nothing."""
     rng = Random(seed)
     dtype, heads, tokens, blocks = rng.choice(DTYPES), rng.randint(1, 20), rng.randint(2, 5), 3
     spec, rope = draw(rng, dtype, quantization)

@@ -7,7 +7,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-import interpreted  # must precede the kernels
+import interpreted  # must precede the import of the kernels
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ FORMATS = {name: scheme.layers for name, scheme in SCHEMES.items()} | {
 
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random values that float16 can represent, whatever the dtype."""
+    """Random values in ``dtype`` that float16 can represent."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half().to(dtype)
 
 
@@ -45,7 +45,7 @@ def tolerance(dtype: torch.dtype) -> float:
     ("name", "dtype"), [(name, torch.float16) for name in FORMATS] + [("none", torch.float32), ("wint8", torch.float32)]
 )
 def test_products_and_embeddings_match_reference(name: str, dtype: torch.dtype) -> None:
-    """Any sizes, strided rows, a bias, float32 outputs, gated activations, and embeddings."""
+    """Tests any sizes, strided rows, a bias, float32 outputs, gated activations, and embeddings."""
     format = FORMATS[name]
     for seed, (tokens, outputs, inputs) in enumerate([(1, 64, 256), (5, 70, 301), (33, 130, 60)]):
         x = randn(seed, tokens, inputs + 16, dtype=dtype)[:, :inputs]
@@ -109,7 +109,7 @@ def draw_quantized(seed: int, outputs: int, inputs: int, format: Format, order: 
 
 @pytest.mark.parametrize("name", STORED)
 def test_checkpoint_weights_match_reference_in_any_batch(name: str) -> None:
-    """Stacked matrices, with an input order (``desc_act``), with a bias, from the weight cache, and row by row."""
+    """Stacked matrices, with an input order (``desc_act``), with a bias, from the weight cache and row by row."""
     format, dtype = STORED[name], torch.float16
     assert matrix.supports(format, dtype) and matrix.supports(format, torch.bfloat16)
     for seed, (tokens, heights, inputs) in enumerate([(1, (64,), 256), (5, (128, 6), 301), (33, (128, 130), 60)]):
@@ -135,7 +135,7 @@ def test_formats_without_kernels_are_not_supported() -> None:
 
 
 def rows_differ(format: Format, dtype: torch.dtype, gated: bool, monkeypatch: pytest.MonkeyPatch) -> list[Size]:
-    """Tiles in which 40 rows have other bits than in the whole batch with the default tile."""
+    """Sizes of tiles with which the bits of 40 rows differ from the bits in the whole batch with the default tile."""
     inputs, outputs, tokens = 260, 70, 130
     if format.asymmetric:
         packed = matrix.pack_quantized([draw_quantized(1, outputs, inputs, format, None)], dtype)
@@ -156,7 +156,7 @@ def rows_differ(format: Format, dtype: torch.dtype, gated: bool, monkeypatch: py
 
 
 ROWS = ("none", "w8a8", "wint4-g32", "fp8 blocks", "4 bits, offsets, 8-bit activations")
-"""Formats tested without ``thorough``; the others are similar to one of them."""
+"""Formats of the default suite; each other format, tested with ``thorough``, is similar to one of them."""
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_gated_and_float32_rows_have_same_bits_in_any_tile(
 
 
 def test_different_summation_order_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``rows_differ`` detects tiles that use another matrix instruction, and so another order of summation."""
+    """``rows_differ`` detects tiles with another matrix instruction, which has another order of summation."""
     monkeypatch.setattr(interpreted, "step", lambda columns: 32 if columns > 32 else 16)
     assert rows_differ(Format(), torch.float16, False, monkeypatch)
 
@@ -218,7 +218,7 @@ def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype
 
 @pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float16), (1, torch.float32), (2, torch.float16)])
 def test_lora_matches_reference_in_any_batch(seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows with several adapters and with none, in any order, have the same bits as alone."""
+    """Rows with several adapters and without adapter, in any order, have the same bits as alone."""
     monkeypatch.setattr(lora, "SMALL_TILE_TOKENS", 20)
     monkeypatch.setattr(lora, "SPLIT", 128)
     rng = Random(seed)

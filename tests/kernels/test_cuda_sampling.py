@@ -19,7 +19,7 @@ from penstock.ops.cuda import matrix, sampling
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns about NaN and infinity
 
 SIZES = (1, 33, 2048, 2049, 6007)
-"""Vocabulary sizes of one or more blocks, also odd ones."""
+"""Vocabulary sizes of one and of several blocks, including odd sizes."""
 
 
 def random_bitmask(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
@@ -31,7 +31,7 @@ def float64(*values: float) -> torch.Tensor:
 
 
 def random_columns(rows: int, vocabulary: int, rng: Random) -> list[torch.Tensor]:
-    """Arguments of ``sample_random`` after the logits."""
+    """Random values for the arguments of ``sample_random`` after the logits."""
 
     def draw(*values: float) -> torch.Tensor:
         return float64(*(rng.choice(values) for _ in range(rows)))
@@ -78,7 +78,7 @@ def test_argmax_of_linear_matches_reference(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_random_sampling_equals_reference(size: int) -> None:
-    """Logits with different values, and with many equal values: then the result depends on which of the equal tokens
+    """Logits with different values, and logits with many equal values: the result then depends on which equal tokens
     top-k and top-p keep, and float64 sums are exact."""
     rng, generator = Random(size), torch.Generator().manual_seed(size)
     distinct = torch.randn(5, size, generator=generator) * 3
@@ -108,7 +108,7 @@ def test_sampling_of_large_vocabulary_equals_reference() -> None:
 
 
 def test_sampling_of_a_row_does_not_depend_on_other_rows() -> None:
-    """Also next to rows without a distribution, whose result is some token."""
+    """The batch also has rows without a valid distribution, for which any token may be returned."""
     size, rng = 2500, Random(0)
     logits = torch.randn(7, size, generator=torch.Generator().manual_seed(0)) * 3
     logits[1] = float("-inf")
@@ -124,7 +124,7 @@ def test_sampling_of_a_row_does_not_depend_on_other_rows() -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_log_softmax_matches_reference_in_any_batch(size: int) -> None:
-    """Rows have the same bits at other addresses."""
+    """Rows have the same bits at other memory addresses."""
     logits = torch.randn(3, size, generator=torch.Generator().manual_seed(size)) * 5
     table = sampling.log_softmax(logits)
     torch.testing.assert_close(table, reference.log_softmax(logits))
@@ -133,7 +133,7 @@ def test_log_softmax_matches_reference_in_any_batch(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_topk_orders_equal_values_by_index(size: int) -> None:
-    """Equal values are ordered by index, also if fewer than k values are finite."""
+    """The order is also by index if fewer than k values are finite."""
     values = torch.randint(-3, 4, (3, size), generator=torch.Generator().manual_seed(size)).float()
     values[1, 1:] = float("-inf")
     for k in {1, min(size, 20), min(size, sampling.MAX_K), min(size, sampling.MAX_K + 1)}:

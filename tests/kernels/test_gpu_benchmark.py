@@ -1,4 +1,4 @@
-"""``benchmarks/gpu``, in Triton's interpreter instead of on a GPU."""
+"""``benchmarks/gpu`` in Triton's interpreter, without a GPU."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_outdated_kernels_are_reported_unless_installed_from_wheel(
     with open(tmp_path / "csrc" / "kernels.cc", "a") as file:
         file.write("// changed\n")
     assert "pip install -e ." in native.outdated_warning()
-    monkeypatch.setattr(native, "SOURCES", tmp_path / "csrc")  # like in a wheel: there are no sources
+    monkeypatch.setattr(native, "SOURCES", tmp_path / "csrc")  # a wheel has no sources
     assert native.outdated_warning() is None
     monkeypatch.setattr(kernels, "VERSION", "0.0.0")
     assert "version 0.0.0" in native.outdated_warning()
@@ -68,5 +68,5 @@ def test_outdated_kernels_are_reported_unless_installed_from_wheel(
 
 
 def test_kernels_are_built_from_current_sources() -> None:
-    """Fails if the installed kernels are outdated."""
+    """Fails if the installed kernels were built from older sources; reinstall the package."""
     assert native.hash_of_sources(ROOT) == kernels.SOURCES

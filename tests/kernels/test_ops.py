@@ -1,4 +1,5 @@
-"""CPU kernels of every instruction set: equal to the reference ops on random shapes, same bits in any batch."""
+"""CPU kernels of every instruction set: equal to the reference ops on random shapes, with the same bits in any
+batch."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ FORMATS = sorted(
     key=str,
 )
 KV_QUANTIZATIONS = ("", "int8")
-"""Quantizations of the KV cache."""
+"""Tested quantizations of the KV cache."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -142,7 +143,7 @@ def test_argmax_with_sketch_equals_full_argmax(
     assert bool(cpu.sketch.sketch_of(sketched)) == bool(weight.isfinite().all()) and not cpu.sketch.sketch_of(full)
     assert torch.equal(cpu.argmax(x, sketched)[0], cpu.argmax(x, full)[0])
     allowed = random_bitmask(seed, rows, outputs)
-    allowed[seed % rows] *= seed % 3  # a row may allow nothing: a rank whose tokens a grammar excludes
+    allowed[seed % rows] *= seed % 3  # a row may allow no token: a grammar may exclude all tokens of a rank
     if allowed[seed % rows].any():
         assert torch.equal(cpu.argmax(x, sketched, allowed)[0], cpu.argmax(x, full, allowed)[0])
     else:
@@ -177,7 +178,7 @@ def test_sketch_falls_back_for_zeros_and_backs_off() -> None:
     assert sketch.argmax(randn(1, 8, 64, dtype=torch.bfloat16), *out)
     zeros = torch.zeros(8, 64, dtype=torch.bfloat16)
     assert not sketch.argmax(zeros, *out)
-    for _ in range(cpu.sketch.BACKOFF_CALLS):  # after a failure the sketch is not used for a while
+    for _ in range(cpu.sketch.BACKOFF_CALLS):  # after a failure, the sketch is not used for this number of calls
         assert not sketch.argmax(randn(1, 8, 64, dtype=torch.bfloat16), *out)
     assert sketch.argmax(randn(1, 8, 64, dtype=torch.bfloat16), *out)
 
@@ -329,8 +330,8 @@ def test_packed_tensors_of_wrong_size_are_refused() -> None:
 def test_large_matrices_match_reference_with_any_threads(
     format: Format, seed: int, rows: int, inputs: int, outputs: int
 ) -> None:
-    """Matrices that are computed in several input chunks and with several panels per task; one thread splits the tasks
-    differently."""
+    """The matrices are computed in several input chunks and with several panels per task; a single thread splits the
+    tasks differently."""
     x, weight = (randn(seed + i, n, inputs, dtype=torch.bfloat16) for i, n in enumerate((rows, outputs)))
     matrix, theirs = cpu.pack([weight], None, format), reference.pack([weight], None, format)
     got = cpu.linear(x, matrix)
@@ -404,7 +405,8 @@ def test_rope_and_silu_and_mul_match_reference(
 def test_norms_with_float32_weights_match_reference(
     seed: int, rows: int, size: int, heads: int, dtype: torch.dtype
 ) -> None:
-    """RMS norms with float32 weights, and layer norms; also of strided rows of heads, and with a weight per head."""
+    """Tests RMS norms with float32 weights, and layer norms; also of strided rows of heads, and with a weight per
+    head."""
     weight, bias, x, residual = (
         randn(seed + i, *shape) for i, shape in enumerate(((size,), (size,), (rows, size), (rows, size)))
     )
@@ -428,7 +430,7 @@ def test_norms_with_float32_weights_match_reference(
 def test_interleaved_and_partial_rope_match_reference(
     seed: int, tokens: int, heads: int, dim: int, share: int, interleaved: bool, dtype: torch.dtype
 ) -> None:
-    """Interleaved RoPE, partial RoPE, and RoPE of no dimension."""
+    """Tests interleaved RoPE, partial RoPE, and RoPE without rotated dimensions."""
     dim, rotary = 16 * dim, min(2 * share * dim, 16 * dim)
     table, positions = randn(seed, 50, rotary), torch.randint(50, (tokens,))
     view = randn(seed, tokens, heads * dim + 5, dtype=dtype)[:, : heads * dim].view(tokens, heads, dim)
@@ -534,7 +536,8 @@ def columns(rows: int, first: int, count: int, dtype: torch.dtype) -> tuple[Tens
 @few
 @given(seed=seeds, format=st.sampled_from([Format(), *FORMATS]))
 def test_ops_write_only_to_the_given_output(seed: int, format: Format) -> None:
-    """Ranks write their outputs to columns of a larger tensor: with the same bits, and without changing the rest."""
+    """Ranks write their outputs to columns of a larger tensor: with the same bits, and without changing other
+    columns."""
     rng = Random(seed)
     rows, inputs, outputs, first = rng.randint(1, 40), rng.randint(1, 100), 64 * rng.randint(1, 3), rng.randrange(9)
     x, weight = (randn(seed + i, n, inputs, dtype=torch.bfloat16) for i, n in enumerate((rows, 2 * outputs)))
@@ -556,7 +559,7 @@ def test_ops_write_only_to_the_given_output(seed: int, format: Format) -> None:
         ):
             whole, part = columns(rows, first, width, x.dtype)
             expected, got = compute(None), compute(part)
-            part.copy_(got)  # add_lora need not write to it
+            part.copy_(got)  # add_lora may return another tensor than the given output
             assert torch.equal(part, expected)
             part.fill_(1)
             assert whole.eq(1).all()
@@ -604,7 +607,7 @@ def test_results_do_not_depend_on_batch_or_threads(seed: int) -> None:
 @few
 @given(seed=seeds, format=st.sampled_from([Format(), *FORMATS]) | quantized)
 def test_captured_step_equals_its_calls(seed: int, format: Format) -> None:
-    """A step with every op, for batches of any size, and repeated after other batches."""
+    """The step has every op, for batches of any size, and is repeated after other batches."""
     rng = Random(seed)
     spec = KVSpec(2, 16, "bfloat16", 16, rng.choice(KV_QUANTIZATIONS))
     shapes = ((50, 64), (128, 64), (64, 64), (256, 64), (64, 128))
@@ -662,7 +665,7 @@ def test_captured_step_equals_its_calls(seed: int, format: Format) -> None:
 @given(seed=seeds)
 def test_kv_cache_export_and_import_match_reference(seed: int) -> None:
     """Ranks with other heads and block sizes import exactly the exported keys and values, and the bytes in the transfer
-    buffer are those of the reference."""
+    buffer equal the reference's."""
     rng = Random(seed)
     heads, sharing, dim, tokens = rng.choice((2, 4)), rng.randint(1, 3), 16 * rng.randint(1, 9), rng.randint(1, 150)
     dtype, quantization, slot_tokens = rng.choice(DTYPES), rng.choice(KV_QUANTIZATIONS), rng.choice((16, 48, 64))
@@ -676,7 +679,8 @@ def test_kv_cache_export_and_import_match_reference(seed: int) -> None:
     q = randn(seed + 2, tokens, heads * sharing, dim, dtype=dtype)[:sent]
 
     class Instance:
-        """Caches of some ranks, each with a shard of the heads; if ranks outnumber heads, ranks share them."""
+        """Caches of several ranks, each with a shard of the heads; if there are more ranks than heads, ranks share
+        heads."""
 
         def __init__(self, ops: Any, ranks: int, block_size: int) -> None:
             self.ops, local_heads, blocks = ops, max(heads // ranks, 1), -(-tokens // block_size)
@@ -809,7 +813,7 @@ def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=seeds, dtype=dtypes)
 def test_lora_matches_reference_in_any_batch(seed: int, dtype: torch.dtype) -> None:
-    """Rows with several adapters and with none, in any order, have the same bits as alone."""
+    """Rows with several adapters and without adapter, in any order, have the same bits as alone."""
     rng = Random(seed)
     rows, inputs, sizes = (
         rng.randint(1, 300),

@@ -1,4 +1,4 @@
-"""Tables of ``benchmarks/peers`` for given times."""
+"""Tables of ``benchmarks/peers``, computed from given times."""
 
 from __future__ import annotations
 

@@ -45,4 +45,4 @@ def test_draw_depends_only_on_seed_position_and_sequence(draws: list[tuple[int, 
 def test_draws_are_uniform() -> None:
     numbers = uniform(np.full(20_000, 7, np.uint64), np.arange(20_000, dtype=np.uint32), np.zeros(20_000, np.uint32))
     counts = np.histogram(numbers, 20, (0, 1))[0]
-    assert ((counts - 1000) ** 2 / 1000).sum() < 45  # chi-squared, 19 degrees of freedom: passed by 99.9 %
+    assert ((counts - 1000) ** 2 / 1000).sum() < 45  # chi-squared with 19 degrees of freedom: 99.9 % are below

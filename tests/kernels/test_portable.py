@@ -1,4 +1,5 @@
-"""The portable kernels compiled for other processors and run in an emulator; without one, compiled for this machine."""
+"""Portable kernels, compiled for other processors and run in an emulator; without emulator, compiled for this
+machine."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ ODD: list[Any] = [
 
 
 class Bomb:
-    """Creates a file when it is unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -106,7 +106,7 @@ def noise_in_header(rng: Random, folder: Path) -> None:
 
 
 def noise_in_tensors(rng: Random, folder: Path) -> None:
-    """Set random bytes: indices out of range, invalid descriptions, arbitrary numbers."""
+    """Set random bytes in tensors: indices out of range, invalid descriptions, arbitrary numbers."""
 
     def spoil(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         name = one_of(rng, tensors, lambda name, tensor: tensor.dim() > 0)
@@ -171,14 +171,14 @@ def pickled_code(rng: Random, folder: Path) -> None:
 
 
 BREAK = (missing, wrong_shape, wrong_dtype, not_finite, truncated, bad_header, unknown_method, bad_index, pickled_code)
-"""Faults with which no checkpoint is loaded."""
+"""Faults that prevent the load of any checkpoint."""
 ALTER = (noise_in_header, noise_in_tensors, odd_config, odd_field)
 """Changes after which a checkpoint may still be loaded."""
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Function from the kind of quantization to the folder of a valid checkpoint."""
+    """Function that returns the folder of a valid checkpoint for a kind of quantization."""
 
     @cache
     def folder(kind: str) -> Path:

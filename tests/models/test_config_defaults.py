@@ -38,7 +38,7 @@ WHISPER = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 3, "encoder_att
 DRAFTING = ("num_nextn_predict_layers", "num_mtp_layers")
 """Fields without a default: a checkpoint has drafting layers only if ``config.json`` names them."""
 VISION = ("image_token_id", "image_token_index", "video_token_id", "vision_config", "mm_tokens_per_image")
-"""Fields that code other than ``ModelConfig`` reads, too."""
+"""Fields that are also read by other code than ``ModelConfig``."""
 UNREAD = (
     *("_sliding_window_pattern", "initializer_range", "initializer_factor", "init_std", "layer_scale_init_value"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "num_labels", "use_cache"),
@@ -147,10 +147,10 @@ def compare(raw: dict[str, Any], folder: Path) -> bool:
             explicit.pop(name, None)
     text = raw.get("text_config") or {}
     if raw.get("tie_word_embeddings") is None and text.get("tie_word_embeddings") is False:
-        explicit["tie_word_embeddings"] = False  # transformers does not read it there; the weights decide
+        explicit["tie_word_embeddings"] = False  # transformers ignores it in nested configs; the weights decide
     try:
         expected: Any = resolved(explicit, folder)
-    except PenstockError as error:  # inconsistent sizes
+    except PenstockError as error:  # the drawn sizes are inconsistent
         with pytest.raises(PenstockError):
             resolved(raw, folder)
         assert "lacks" not in str(error)
@@ -162,7 +162,7 @@ def compare(raw: dict[str, Any], folder: Path) -> bool:
 
 
 def test_table_of_defaults_is_up_to_date() -> None:
-    """``python tests/support/config_classes.py`` rewrites the table."""
+    """Update the table with ``python tests/support/config_classes.py``."""
     assert TABLE.read_text() == format_table(table())
 
 
@@ -207,7 +207,7 @@ SAMPLE = (
     *("Mixtral", "GptOss", "Gemma2", "Gemma3", "DeepseekV3", "Glm", "Cohere2", "Olmo3", "MiniMaxM2", "Starcoder2"),
     *("SmolLM3", "Qwen2Moe"),
 )
-"""Families whose defaults differ most from Llama's."""
+"""Families with defaults that differ most from Llama's."""
 PROMPT = [Random(0).randrange(2, 300) for _ in range(170)]
 
 
@@ -241,7 +241,7 @@ def test_logprobs_of_drawn_configs_with_only_sizes_match_transformers(family: st
 
 
 def test_nested_text_config_has_the_defaults_of_its_class(tmp_path: Path) -> None:
-    """``config.json`` of a composite model that names the architecture of its language model."""
+    """The ``config.json`` is a composite model's, with the architecture of its language model."""
     text = drawn("Gemma3", 0)
     del text["rope_parameters"]
     nested = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3", "text_config": text}

@@ -78,16 +78,16 @@ def test_moe_layer_freq_may_list_all_layers(tmp_path: Path) -> None:
     assert model_size_of(read_config_json(tmp_path)) == size
     check(tmp_path, model)
     write(tmp_path, moe_layer_freq=[0, 1])
-    with pytest.raises(PenstockError, match="moe_layer_freq has 2 entries for 3 layers"):
+    with pytest.raises(PenstockError, match="moe_layer_freq has 2 entries; it must have one for each of 3 layers"):
         read_config(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"sliding_window": [16, None, 16]}, "for each layer; a single value for all layers is supported"),
-        ({"rope_parameters": {"rope_theta": [1e4, 1e5, 1e4]}}, "a rope_theta for each layer"),
-        ({"rope_theta": [1e4, 1e5, 1e4], "rope_parameters": None}, "a rope_theta for each layer"),
+        ({"sliding_window": [16, None, 16]}, "a list as sliding_window; only a single value"),
+        ({"rope_parameters": {"rope_theta": [1e4, 1e5, 1e4]}}, "a list as rope_theta"),
+        ({"rope_theta": [1e4, 1e5, 1e4], "rope_parameters": None}, "a list as rope_theta"),
     ],
 )
 @pytest.mark.parametrize("model_impl", ["penstock", "auto"])
@@ -119,16 +119,16 @@ def test_heads_of_any_even_size_match_transformers(name: str, tmp_path: Path) ->
 
 def test_qk_norms_with_padded_heads_run_only_with_transformers(tmp_path: Path) -> None:
     model = save(Qwen3Config(**SMALL, head_dim=24), tmp_path)
-    with pytest.raises(PenstockError, match="head_dim 24 of a model with q/k norms; multiples of 16"):
+    with pytest.raises(PenstockError, match="head_dim is 24; for a model with q/k norms it must be a multiple of 16"):
         read_config(tmp_path)
     check(tmp_path, model, model_impl="auto")
 
 
 def test_lora_and_quantize_refuse_padded_heads(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL, head_dim=24), tmp_path / "model")
-    with pytest.raises(PenstockError, match="LoRA adapters of a model with head_dim 24; multiples of 16"):
+    with pytest.raises(PenstockError, match="not supported for a model with head_dim 24; it must be a multiple of 16"):
         LLM(tmp_path / "model", enable_lora=True, **OPTIONS)
-    with pytest.raises(PenstockError, match="has head_dim 24; only multiples of 16 can be quantized"):
+    with pytest.raises(PenstockError, match="has head_dim 24, which must be a multiple of 16"):
         quantize(tmp_path / "model", tmp_path / "new", QuantizeOptions("wint4"))
 
 
@@ -149,7 +149,7 @@ def test_heads_of_any_even_size_are_split_between_ranks(tmp_path: Path) -> None:
 def test_tensors_not_in_the_config_are_ignored_with_a_warning(
     name: str, shape: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The fields of the config decide, as in transformers, and the contradiction is logged."""
+    """As in transformers, the fields of the config determine the modules; additional tensors are logged."""
     save(LlamaConfig(**SMALL), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ from penstock import demo
 
 EXAMPLE = Path(dataset.__file__).parent
 RECURRING = {"system language", "system style", "story", *recall.SKILLS}
-"""Skills whose last user turn is in both splits. The held-out part is the system prompt, the story, or the fact."""
+"""Skills with the same last user turns in both splits. Only system prompts, stories, or facts are held out."""
 
 
 @functools.cache
@@ -47,18 +47,18 @@ def test_held_out_conversations_are_not_in_training(skill: str) -> None:
 
 @pytest.mark.thorough
 def test_no_evaluation_question_is_trained_on(tokenizer: PreTrainedTokenizerFast) -> None:
-    """In a slice of the corpus of the shipped model."""
+    """Checks a slice of the shipped model's corpus."""
     trained = {tokenizer.decode(e.ids) for e in slice_of_corpus(part=0)}
     turns = {turn for text in trained for turn in re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.DOTALL)}
     for skill, questions in held_out(count=48, seed=0).items():
         prompts = {dataset.render(tokenizer, q, prompt_only=True) for q in questions}
         assert not any(text.startswith(tuple(prompts)) for text in trained if skill != "story")
-        if skill not in RECURRING | {"tool call", "no tool"}:  # "Where is the cup?" is asked of passages, too
+        if skill not in RECURRING | {"tool call", "no tool"}:  # passages also have such questions: "Where is the cup?"
             assert turns.isdisjoint(q.messages[-2]["content"] for q in questions)
 
 
 def slice_of_corpus(part: int) -> list[dataset.Encoded]:
-    """A slice as ``train.py corpus`` draws it with its defaults."""
+    """A slice of the corpus, as drawn by ``train.py corpus`` with default options."""
     shares = corpus.shares_at(part / dataset.SLICES)
     return dataset.draw(0, part, dataset.TOKENS // dataset.SLICES, shares, str(demo.CHAT))
 
@@ -66,7 +66,7 @@ def slice_of_corpus(part: int) -> list[dataset.Encoded]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("part", [0, dataset.SLICES - 1])
 def test_corpus_of_shipped_model_is_reproduced_byte_for_byte(part: int) -> None:
-    """In a subprocess with another hash seed, against the digest recorded when the model was trained."""
+    """A subprocess with another hash seed compares the digest that was recorded when the model was trained."""
     script = f"import dataset, test_demo_corpus as t; print(dataset.digest(t.slice_of_corpus({part})))"
     path = os.pathsep.join([str(EXAMPLE), str(Path(__file__).parent)])
     environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "12345"}
@@ -109,7 +109,7 @@ def test_every_wording_is_in_one_split(wordings: list[str], seed: int) -> None:
 
 @pytest.mark.parametrize("skill", ["add", "subtract", "several sums", "times table", "think: sum", "think: product"])
 def test_arithmetic_is_correct(skill: str) -> None:
-    """Every line of answers and thoughts is a true equation. The operands of an answer are those of its question."""
+    """Every line of answers and thoughts is a true equation. An answer has the operands of its question."""
     for conversation in conversations(Split.TRAIN, skill):
         question, answer = conversation.messages[-2]["content"], conversation.messages[-1]
         lines = answer["content"].splitlines()
@@ -121,7 +121,7 @@ def test_arithmetic_is_correct(skill: str) -> None:
 
 
 def term(text: str) -> int:
-    """The value of ``12``, ``3 × 4`` or ``- 5``."""
+    """Compute the value of a text such as ``12``, ``3 × 4`` or ``- 5``."""
     product = math.prod(int(n) for n in re.findall(r"\d+", text))
     return -product if text.startswith("-") else product
 

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from penstock import demo
 
 SAMPLE = 4
-"""Number of questions per skill: enough to notice a broken skill, few enough for two cores."""
+"""Number of questions per skill: enough to detect a broken skill, and few enough for two cores."""
 
 
 @pytest.fixture(scope="module")
 def figures(chat: Local, draft: Local) -> evaluate.Figures:
-    """Figures of a sample of the evaluation."""
+    """Results of the evaluation on a sample of its questions."""
     return evaluate.evaluate(chat, draft, count=SAMPLE, seed=1, stories=20)
 
 

@@ -22,7 +22,7 @@ SMALL = train.Recipe(Shape(vocab=3584, hidden=64, intermediate=96, layers=2, hea
 
 @pytest.mark.parametrize("shape", [TARGET, DRAFT])
 def test_training_model_matches_transformers(shape: Shape, tmp_path: Path) -> None:
-    """Against ``Qwen3ForCausalLM`` on the same weights, in float32, over several chunks."""
+    """Compares with ``Qwen3ForCausalLM`` with the same weights, in float32, over several chunks."""
     torch.manual_seed(0)
     to_hugging_face(Model(shape), tmp_path, end=3577, pad=3575)
     ids = torch.randint(shape.vocab, (2, 700))
@@ -35,7 +35,7 @@ def test_training_model_matches_transformers(shape: Shape, tmp_path: Path) -> No
 @torch.inference_mode()
 @pytest.mark.parametrize("shape", [TARGET, DRAFT])
 def test_planted_induction_head_copies_before_training(shape: Shape) -> None:
-    """On a repeated random sequence, the next token of the first time ranks high the second time (chance: 1,792)."""
+    """When a random sequence is repeated, the next token of its first occurrence has a high rank (by chance: 1,792)."""
     torch.manual_seed(0)
     model = Model(shape)
     tokens = torch.randint(shape.vocab, (1, 100))
@@ -45,7 +45,7 @@ def test_planted_induction_head_copies_before_training(shape: Shape) -> None:
 
 
 class Stopped(Exception):
-    """Interrupts a training run."""
+    """Exception that interrupts a training run."""
 
 
 @pytest.mark.thorough
@@ -82,7 +82,7 @@ def test_interrupted_run_resumes_with_the_same_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_draft_head_trained_in_two_runs_drafts(tmp_path: Path) -> None:
+def test_draft_head_trained_in_two_runs_generates_drafts(tmp_path: Path) -> None:
     """The folder has the layout that ``speculative_config`` reads."""
     script = [sys.executable, train_head.__file__, "--out", str(tmp_path), "--steps"]
     for steps in ("2", "3"):

@@ -61,7 +61,7 @@ class Command:
         )
 
     def run(self, *arguments: str, **env: str) -> tuple[int, str, str]:
-        """Exit status, standard output and standard error."""
+        """Run the command; returns exit status, standard output and standard error."""
         process = self.start(*arguments, **env)
         out, err = process.communicate(timeout=60)
         return process.returncode, out.strip(), err
@@ -72,14 +72,14 @@ class Command:
         return Path(out)
 
     def refused(self, *arguments: str, **env: str) -> str:
-        """Error message of a command that fails."""
+        """Run a command that must fail; returns its error message."""
         status, out, err = self.run(*arguments, **env)
         assert (status, out) == (2, ""), (out, err)
         return err.splitlines()[-1]
 
 
 class InProcessCommand(Command):
-    """The same within this process, for sources other than the Hugging Face hub."""
+    """``penstock download`` within this process, for sources other than the Hugging Face hub."""
 
     def __init__(self, home: Path, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
         super().__init__(home)
@@ -120,7 +120,7 @@ def partial_files(folder: Path) -> list[Path]:
 
 
 def downloaded(folder: Path) -> dict[str, bytes]:
-    """Files of a folder, without those that the downloader uses itself."""
+    """Files of a folder by path, without the downloader's internal files."""
     return {name: data for name, data in contents(folder).items() if not name.startswith(".penstock")}
 
 
@@ -131,7 +131,7 @@ def downloaded(folder: Path) -> dict[str, bytes]:
 def test_killed_download_resumes_after_the_recorded_ranges(
     hub: Hub, command: Command, arguments: tuple[str, ...]
 ) -> None:
-    """The hub stalls within the transfer; once the journal has ranges, the process is killed."""
+    """The hub stalls within the transfer; when the journal has ranges, the process is killed."""
     weights = os.urandom(50_000_000)
     hub.files[NEW] = WANTED | UNWANTED | {WEIGHTS: weights}
     for place in sorted(random.Random(len(arguments)).sample(range(20_000_000, 45_000_000), 2)):
@@ -155,7 +155,7 @@ def test_killed_download_resumes_after_the_recorded_ranges(
 @pytest.mark.thorough
 @pytest.mark.parametrize("arguments", [("org/chat",), ("org/chat", "--dir", "here")])
 def test_download_killed_at_40_random_moments_completes(hub: Hub, command: Command, arguments: tuple[str, ...]) -> None:
-    """Also while it lists, checks and renames files. The hub breaks some connections, too."""
+    """Some moments are while it lists, checks or renames files. The hub also breaks some connections."""
     shards = {f"model-{number}.safetensors": os.urandom(30_000_000) for number in range(3)}
     hub.files[NEW] = WANTED | shards | {WEIGHTS: os.urandom(70_000_000)}
     draw = random.Random(40)
@@ -273,7 +273,7 @@ def test_quantization_in_name_selects_gguf_file(hub: Hub, command: Command) -> N
 
 
 def test_target_folder_has_files_of_one_model_and_revision(hub: Hub, command: Command) -> None:
-    """A leftover weight index of another revision or model would refer to its weights."""
+    """A remaining weight index of another revision or model would refer to other weights."""
     shards = {"model.safetensors.index.json": b"{}", "model-00001-of-00001.safetensors": b"older"}
     hub.files[OLD] = {"config.json": b"{}", **shards}
     here = command.download("org/chat@v1", "--dir", "here")
@@ -334,7 +334,7 @@ def test_revision_in_both_name_and_option_is_refused(capsys: pytest.CaptureFixtu
 def test_node_fetches_only_the_weights_of_its_stages(
     in_process: InProcessCommand, site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two layers in two stages: each stage has one layer, and both have weights of the model's ends."""
+    """The model has two layers and two stages: each stage has one layer, and the embedding or the LM head."""
     places = {"model.embed_tokens.weight": "ends", "model.norm.weight": "ends", "model.layers.2.x": "mtp"}
     places |= {f"model.layers.{layer}.mlp.down_proj.weight": f"layer{layer}" for layer in (0, 1)}
     index = {"weight_map": {tensor: f"{file}.safetensors" for tensor, file in places.items()}}
@@ -390,7 +390,7 @@ def test_full_disk_is_reported(hub: Hub, command: Command, small_disk: Path) -> 
 
 
 class Site(ThreadingHTTPServer):
-    """A web server. ``answer`` maps path, query and headers of a request to status, headers and body."""
+    """A web server. ``answer`` returns status, headers and body for path, query and headers of a request."""
 
     daemon_threads = True
 
@@ -489,7 +489,7 @@ def test_modelscope_model_is_downloaded_and_updated(in_process: InProcessCommand
     assert downloaded(folder) == WANTED
     count = len(server.requests)
     assert in_process.download("org/chat", "--source", "modelscope", **endpoint) == folder
-    assert len(server.requests) == count + 1  # the listing
+    assert len(server.requests) == count + 1  # only the files are listed again
     assert in_process.download("modelscope://org/chat@v1", **endpoint) != folder
     files["config.json"] = b'{"model_type": "qwen2"}'
     assert downloaded(in_process.download("modelscope://org/chat", **endpoint)) == WANTED | {
@@ -582,7 +582,7 @@ def test_web_server_folder_is_downloaded_and_updated(
 def test_gguf_file_is_downloaded_from_server_without_ranges(
     in_process: InProcessCommand, site: Callable[..., Site]
 ) -> None:
-    data = os.urandom(70_000_000)  # in two parts
+    data = os.urandom(70_000_000)  # large enough for two parts
     server = site(web({"chat-Q8_0.gguf": data}, **{"X-No-Ranges": "1"}))
     file = in_process.download(f"{server.url}/models/chat/chat-Q8_0.gguf?key=secret")
     assert file.name == "chat-Q8_0.gguf" and file.read_bytes() == data
@@ -615,7 +615,7 @@ def test_invalid_redirect_is_refused(in_process: InProcessCommand, site: Callabl
 
 
 def test_file_that_changes_during_download_is_refused(in_process: InProcessCommand, site: Callable[..., Site]) -> None:
-    """The first byte is requested from the old version, the rest from the new one."""
+    """The first byte is from the old version, and all other bytes are from the new version."""
     changed = SHARDED | {"m-2.safetensors": os.urandom(3000)}
 
     def answer(path: str, query: dict[str, str], headers: Any) -> tuple[int, dict[str, str], bytes]:

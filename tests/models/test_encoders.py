@@ -1,4 +1,4 @@
-"""Encoders against transformers and sentence-transformers: embeddings and classes, alone and in batches."""
+"""Embeddings and classes of encoders, alone and in batches, compared with transformers and sentence-transformers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pooled(found: Tensor, kind: str) -> Tensor:
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_embeddings_match_hidden_states_of_transformers(family: str, ops: str, tmp_path: Path) -> None:
-    """With a drawn configuration, and prompts of 1 to 300 tokens in one batch."""
+    """The configuration is random; prompts of 1 to 300 tokens run in one batch."""
     if ops == "cpu":
         pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     config = draw_config(family, Random(f"{family} {ops}"))
@@ -72,7 +72,7 @@ def test_embeddings_match_hidden_states_of_transformers(family: str, ops: str, t
 @pytest.mark.parametrize("labels", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_class_probabilities_match_transformers(family: str, labels: int, tmp_path: Path) -> None:
-    """Texts and, with one class, pairs. In some families the second text has another token type."""
+    """Texts are classified and, with one class, pairs. In some families, second texts have another token type."""
     config = draw_config(family, Random(f"{family} {labels}"))
     model = save_encoder(config, tmp_path, labels)
     tokenizer, rng = AutoTokenizer.from_pretrained(tmp_path), Random(family)
@@ -167,7 +167,8 @@ def move_transformer(folder: Path, inner: str) -> None:
 
 @pytest.mark.parametrize("inner", ["", "0_Transformer"])
 def test_sentence_transformers_checkpoint_matches_its_library(tmp_path: Path, inner: str) -> None:
-    """Pooling, dense layers, norm, lower case, maximum length, and prompts; also in the layout of older versions."""
+    """Tests pooling, dense layers, norm, lower case, maximum length, and prompts; also in the layout of older
+    versions."""
     from sentence_transformers import SentenceTransformer, models
 
     save_encoder(BertConfig(**SIZES, max_position_embeddings=128), tmp_path / "encoder")
@@ -207,7 +208,8 @@ def test_sentence_transformers_checkpoint_matches_its_library(tmp_path: Path, in
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
 def test_old_bert_checkpoint_is_read(prefix: str, tmp_path: Path) -> None:
-    """As converted from TensorFlow: ``gamma`` and ``beta``, a pickle, ``vocab.txt``, and no encoder architecture."""
+    """The checkpoint is as converted from TensorFlow: ``gamma`` and ``beta``, a pickle, ``vocab.txt``, and no encoder
+    architecture."""
     config = BertConfig(**SIZES, max_position_embeddings=128)
     model = save_encoder(config, tmp_path / "new")
     old = tmp_path / "old"
@@ -245,7 +247,7 @@ def test_options_unsupported_for_encoders_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_planned_sizes_equal_the_matrices_of_the_encoder(family: str, tmp_path: Path) -> None:
-    """Sizes as ``penstock plan memory`` computes them."""
+    """``penstock plan memory`` computes the planned sizes."""
     config = draw_config(family, Random(f"size {family}"))
     model = save_encoder(config, tmp_path)
     size = model_size_of(config.to_dict() | {"architectures": [type(model).__name__]})
@@ -258,7 +260,7 @@ def test_planned_sizes_equal_the_matrices_of_the_encoder(family: str, tmp_path: 
 
 @pytest.mark.parametrize("name", ["BertLMHeadModel", "RobertaForCausalLM"])
 def test_decoder_of_encoder_class_has_size(name: str) -> None:
-    """Only transformers runs these architectures: Penstock's family is an encoder."""
+    """Only transformers runs these architectures, as Penstock's family of the same class is an encoder."""
     config = BertConfig().to_dict() | {"architectures": [name]}
     size = model_size_of(config)
     assert (size.architecture, size.encoder) == (name, False)

@@ -1,4 +1,4 @@
-"""Mixture of experts: kernels against the reference ops, and families against transformers, on random weights."""
+"""Mixture of experts with random weights: kernels compared with the reference ops, families with transformers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_router_matches_reference(instruction_set: None, routing: Routing, with_
     expected = reference.select_experts(logits, routing, bias)
     if routing.top_groups == routing.groups or with_bias:
         assert torch.equal(ids, expected[0])
-    rows = slice(6, None)  # if groups tie, the reference may choose others
+    rows = slice(6, None)  # if groups tie, the reference may choose other groups
     assert torch.equal(ids[rows], expected[0][rows])
     torch.testing.assert_close(weights[rows], expected[1][rows], atol=1e-6, rtol=1e-5)
 
@@ -136,7 +136,7 @@ STORED_FORMATS = (
 
 @pytest.mark.parametrize("format", STORED_FORMATS, ids=str)
 def test_experts_with_stored_formats_match_reference(instruction_set: None, format: Format) -> None:
-    """With offsets, and with reordered inputs in every other expert."""
+    """The experts have offsets, and every other expert has reordered inputs."""
     sizes = 6, 96, 64
     x = randn(3, 50, 96, dtype=torch.bfloat16)
     ids, weights = cpu.select_experts(randn(4, 50, 6), Routing(2))
@@ -260,7 +260,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "minimax-m2": MiniMaxM2Config(**SMALL, num_local_experts=8, num_experts_per_tok=2, head_dim=32, rotary_dim=16),
 }
 TIGHT = {"block_size": 16, "num_gpu_blocks_override": 30, "max_num_batched_tokens": 50}
-"""Options with chunked prefill, and less cache than six sequences need, so that some are preempted."""
+"""Options with chunked prefill, and with too few KV blocks for six sequences, so that some are preempted."""
 
 
 FEW = ("qwen3-moe, step", "qwen2-moe", "glm-4.5, groups, two shared")
@@ -314,7 +314,7 @@ def tokens_and_logprobs(output: RequestOutput) -> list[Any]:
     indirect=["checkpoint"],
 )
 def test_family_matches_transformers(checkpoint: tuple[Path, PreTrainedModel], ops: str) -> None:
-    """In a batch, in chunks and with preemption; transformers runs one sequence at a time."""
+    """Penstock runs a batch, with chunks and preemption; transformers runs one sequence at a time."""
     folder, model = checkpoint
     for prompt, output in zip(PROMPTS, generate(LLM(folder, dtype="float32", ops=ops, **TIGHT)), strict=True):
         (completion,) = output.outputs
@@ -330,7 +330,7 @@ def test_family_matches_transformers(checkpoint: tuple[Path, PreTrainedModel], o
     "checkpoint", [FEW[0], pytest.param(FEW[1], marks=pytest.mark.thorough), FEW[2]], indirect=True
 )
 def test_outputs_do_not_depend_on_the_batch(checkpoint: tuple[Path, PreTrainedModel]) -> None:
-    """Unquantized and quantized."""
+    """Tests unquantized and quantized weights."""
     folder, _ = checkpoint
     for quantization in ("none", "w4a8"):
         llm = LLM(folder, dtype="bfloat16", ops="cpu", quantization=quantization, weight_cache_dir="none", **TIGHT)
@@ -339,7 +339,7 @@ def test_outputs_do_not_depend_on_the_batch(checkpoint: tuple[Path, PreTrainedMo
 
 
 def equalize_routers(model: PreTrainedModel) -> None:
-    """Make the rows of each router differ by less than bfloat16 resolves, and its biases zero."""
+    """Make the differences between the rows of each router too small for bfloat16, and its biases zero."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("gate.weight"):
             steps = torch.arange(len(tensor))[:, None] * 2.0**-11
@@ -369,8 +369,8 @@ FLOAT32_ROUTERS = {name: CONFIGS[name] for name in ("ernie-4.5", "glm-4.5", "min
 
 @pytest.mark.parametrize(("config", "ops"), [*((name, "cpu") for name in FLOAT32_ROUTERS), ("ernie-4.5", "reference")])
 def test_routers_of_bfloat16_model_compute_in_float32(config: str, ops: str, tmp_path: Path) -> None:
-    """Families whose routers are in float32 in transformers or, for MiniMax-M2, in the publisher's code. They choose
-    the same experts as the model in float32."""
+    """Tests families with float32 routers in transformers or, for MiniMax-M2, in the publisher's code. The routers
+    choose the same experts as in the float32 model."""
     model = save(FLOAT32_ROUTERS[config], tmp_path)
     equalize_routers(model)
     model.save_pretrained(tmp_path)
@@ -420,13 +420,13 @@ def test_quantized_experts_match_their_dequantized_weights(name: str, tmp_path: 
         for folder in folders
         for output in generate(LLM(folder, dtype="bfloat16", ops="cpu", **TIGHT), PROMPTS[3:4])
     ]
-    got, expected = (torch.tensor(row[:99]) for row in found)  # of the prompt
+    got, expected = (torch.tensor(row[:99]) for row in found)  # log probabilities of the prompt
     assert (got - expected).abs().mean() < 0.2  # also with 8-bit activations; log probabilities are -8 on average
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe, norm, dense layers", "qwen2-moe, one of five", "ernie-4.5"])
 def test_ranks_compute_the_same_bits_as_one(name: str, tmp_path: Path) -> None:
-    """With a share of each expert per rank, and with whole experts per rank."""
+    """Tests ranks with a share of each expert, and ranks with whole experts."""
     save(CONFIGS[name], tmp_path)
     quantization = "none" if name.startswith("qwen2") else "w4a8"
     options: dict[str, Any] = {"dtype": "bfloat16", "ops": "cpu", "quantization": quantization, **TIGHT}
@@ -446,7 +446,7 @@ def test_invalid_expert_parallel_size_is_refused(tmp_path: Path) -> None:
 
 
 def test_experts_stored_in_one_tensor_compute_the_same_bits(tmp_path: Path) -> None:
-    """transformers has this layout in memory."""
+    """One tensor per projection is the layout of transformers in memory."""
     save(CONFIGS["qwen3-moe"], tmp_path)
     options: dict[str, Any] = {"dtype": "bfloat16", "ops": "cpu", "quantization": "w8a8", **TIGHT}
     expected = [tokens_and_logprobs(output) for output in generate(LLM(tmp_path, **options))]
@@ -467,7 +467,7 @@ def test_experts_stored_in_one_tensor_compute_the_same_bits(tmp_path: Path) -> N
 
 
 def test_gptq_calibrates_each_expert_on_its_inputs(tmp_path: Path) -> None:
-    """GPTQ's error is below that of rounding. Routers are not quantized; experts that no token chooses are rounded."""
+    """GPTQ's error is below the error of rounding. Routers are not quantized; unused experts are rounded."""
     sizes = SMALL | {"vocab_size": 3584}
     save(Qwen3MoeConfig(**sizes, **SPARSE, num_local_experts=24, sliding_window=None), tmp_path / "model")
     texts = tmp_path / "texts.txt"

@@ -1,4 +1,4 @@
-"""Every family of text models against transformers, with randomly drawn configurations."""
+"""Every family of text models, with random configurations, compared with transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPTIONS: dict[str, Any] = {
     "block_size": 16,
     "max_num_batched_tokens": 50,  # prompts are computed in chunks
     "max_model_len": 320,
-    "num_gpu_blocks_override": 26,  # fewer than the prompts need together, so that some are preempted
+    "num_gpu_blocks_override": 26,  # too few for all prompts together, so that some sequences are preempted
     "weight_cache_dir": "none",
 }
 
@@ -49,7 +49,7 @@ OPTIONS: dict[str, Any] = {
 def check(folder: Path, model: PreTrainedModel) -> None:
     """Compare a model with transformers: in a batch, in chunks, with preemption, and again from the prefix cache.
 
-    Greedy tokens are equal. Log probabilities differ by at most ``TOLERANCE``, or by three times the error of
+    Greedy tokens must be equal. Log probabilities may differ by at most ``TOLERANCE``, or by three times the error of
     transformers in float32, relative to float64.
     """
     llm = LLM(folder, **OPTIONS)
@@ -58,7 +58,7 @@ def check(folder: Path, model: PreTrainedModel) -> None:
     assert any(output.num_cached_tokens for output in again)
     whole = llm.generate(PROMPTS, WITH_PROMPT, use_tqdm=False)
     exact = deepcopy(model).double()
-    exact.config._experts_implementation = "eager"  # others do not compute in float64
+    exact.config._experts_implementation = "eager"  # other implementations do not compute in float64
     error, library_error = 0.0, 0.0
     for prompt, output, repeated, with_prompt in zip(PROMPTS, first, again, whole, strict=True):
         (completion,) = output.outputs
@@ -94,7 +94,7 @@ def test_drawn_configs_match_transformers(family: str, tmp_path: Path) -> None:
 def bfloat16_errors(folder: Path, model: PreTrainedModel) -> tuple[float, float]:
     """Errors of prompt log probabilities in bfloat16, of Penstock and transformers, relative to float32."""
     rough = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    if model.config._experts_implementation == "eager":  # others do not support every size
+    if model.config._experts_implementation == "eager":  # other implementations do not support every size
         rough.set_experts_implementation("eager")
     llm = LLM(folder, **OPTIONS | {"dtype": "bfloat16", "max_num_batched_tokens": 512})
     prompts = [[Random(seed).randrange(2, VOCABULARY) for _ in range(200)] for seed in range(4)]
@@ -122,9 +122,9 @@ def test_bfloat16_error_is_near_that_of_transformers(family: str, tmp_path: Path
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES | WITH_EXPERTS)
 def test_mean_bfloat16_error_is_near_that_of_transformers(family: str, tmp_path: Path) -> None:
-    """Over several configurations: the errors of a single model are correlated, as all positions attend to the first
-    ones, and another rounding there halves or doubles them. Compares the mean of the logarithms of the ratios, minus
-    twice its standard error."""
+    """Averages over several configurations: the errors of a single model are correlated, as all positions attend to the
+    first positions, where another rounding halves or doubles all errors. Compares the mean of the logarithms of the
+    ratios, minus twice its standard error."""
     ratios = []
     for seed in range(1, 9):
         ours, library = bfloat16_errors(tmp_path / str(seed), draw(family, seed, tmp_path / str(seed)))
@@ -161,7 +161,7 @@ def test_composite_llama4_runs_text_and_refuses_images(tmp_path: Path) -> None:
 
 
 def test_early_config_json_has_the_same_meaning(tmp_path: Path) -> None:
-    """Files from before ``rope_parameters`` and ``layer_types``."""
+    """Early files lack ``rope_parameters`` and ``layer_types``."""
     for family in ("Gemma3", "Phi3", "Cohere2", "Gemma2"):
         folder = tmp_path / family
         model = draw(family, 0, folder)

@@ -1,4 +1,4 @@
-"""The table of features in docs/models.md: each cell is run, and works or is refused as documented.
+"""The table of features in docs/models.md: each feature runs or is refused as its cell documents.
 
 The default suite runs the families with special layers; the thorough tests run every cell.
 """
@@ -54,7 +54,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True
 TARGETS = "q_proj k_proj v_proj qkv_proj o_proj gate_proj up_proj gate_up_proj down_proj c_fc c_proj".split()
 TARGETS += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"]
 SPECIAL = ("Gemma3", "Olmo2", "Cohere", "Phi3")
-"""Families in the default suite: with float32 norms, norms over all heads, norms by head, and fused projections."""
+"""Families in the default suite. They have float32 norms, norms over all heads, norms by head, and fused
+projections."""
 
 
 def rows() -> dict[str, dict[str, str]]:
@@ -81,7 +82,7 @@ def adapter(folder: Path) -> Path:
     present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     if any(
         hasattr(model.config, name) for name in ("num_experts_per_tok", "moe_topk")
-    ):  # PEFT adapts experts as tensors, which is refused
+    ):  # PEFT adapts experts as tensors, which Penstock refuses
         present -= {"gate_proj", "up_proj", "down_proj"}
     changed = get_peft_model(
         model, LoraConfig(r=3, target_modules=sorted(present & set(TARGETS)), init_lora_weights=False)
@@ -91,7 +92,7 @@ def adapter(folder: Path) -> Path:
 
 
 def lora(folder: Path) -> None:
-    """Greedy tokens with an adapter match PEFT."""
+    """Check that greedy tokens with an adapter match PEFT."""
     path = adapter(folder)
     llm = LLM(folder, dtype="float32", enable_lora=True, max_loras=1, **OPTIONS)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), path)
@@ -102,7 +103,7 @@ def lora(folder: Path) -> None:
 
 
 def combined(folder: Path) -> None:
-    """An adapter, a grammar, speculation, and quantized weights and cache. Drafts do not change the answers."""
+    """Check that drafts do not change answers with an adapter, a grammar, and quantized weights and KV cache."""
     path = folder / "adapter"
     options = OPTIONS | {
         "dtype": "bfloat16",
@@ -122,7 +123,7 @@ def combined(folder: Path) -> None:
 
 
 def ranks_and_stages(folder: Path) -> None:
-    """Two ranks, and two stages, compute the same bits as one."""
+    """Check that two ranks, and two stages, compute the same bits as one rank."""
     alone = results(LLM(folder, dtype="float32", **OPTIONS))
     for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
         llm = LLM(folder, dtype="float32", **OPTIONS, **sizes)
@@ -131,7 +132,7 @@ def ranks_and_stages(folder: Path) -> None:
 
 
 def prefill_and_decode(folder: Path) -> None:
-    """Prefill and decode instances compute the tokens and log probabilities of a single instance."""
+    """Check that prefill and decode instances compute the tokens and log probabilities of a single instance."""
     secret = folder / "secret"
     secret.write_text("of this test's cluster")
     secret.chmod(0o600)
@@ -170,7 +171,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "`quantize` (GPTQ)": calibration("gptq"),
     "`quantize` (AWQ)": calibration("awq"),
 }
-"""Check of each column, in the order in which one checkpoint runs them."""
+"""Function that checks each column of the table, in the order in which they run on one checkpoint."""
 QUICK = ("LoRA", "guided, speculation, w8a8, int8 cache")
 
 
@@ -231,7 +232,7 @@ def test_all_features_are_as_documented(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_all_features_of_internlm2_are_as_documented(tmp_path: Path) -> None:
-    """Adapters with InternLM 2's names are refused. The other columns use one with Llama's names."""
+    """Adapters with InternLM 2's module names are refused. The other columns use an adapter with Llama's names."""
     row = rows()["InternLM2ForCausalLM"]
     draw_llama_without_biases(tmp_path, TOKENS)
     llama = adapter(tmp_path)

@@ -94,8 +94,8 @@ def demo_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_dequantized_tensors_match_llama_cpp(kind: str) -> None:
-    """Bit-exact in float32, except Q4_1 and Q4_K: their integers are -8 to 7 here and 0 to 15 in llama.cpp, so that the
-    offsets are rounded once more."""
+    """Equal bits in float32, except Q4_1 and Q4_K: their integers are -8 to 7 in Penstock and 0 to 15 in llama.cpp, so
+    Penstock's offsets are rounded once more."""
     number = GGMLQuantizationType[kind]
     rows = random_blocks(kind, 70, 768, np.random.default_rng(0))
     expected = torch.from_numpy(gguf.quants.dequantize(rows, number))
@@ -115,8 +115,8 @@ def test_block_sizes_and_names_equal_llama_cpp() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_model_of_mixed_types_matches_transformers(name: str, tmp_path: Path) -> None:
-    """transformers runs the weights that llama.cpp's library dequantizes. Compares log probabilities and greedy tokens
-    in float32, and the error in bfloat16, where the kernels multiply integers."""
+    """transformers runs the weights as dequantized by llama.cpp's library. Compares log probabilities and greedy tokens
+    in float32, and the error in bfloat16, where Penstock's kernels multiply integers."""
     save(CONFIGS[name], tmp_path)
     kinds = cycle([*QUANTIZED, "F32", "F16", "BF16"])
     stored = write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: next(kinds))
@@ -151,7 +151,7 @@ def test_model_of_mixed_types_matches_transformers(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("config", [LlamaConfig(**WORDY), Qwen2Config(**WORDY), Qwen3Config(**WORDY)])
 def test_config_and_weights_are_read_as_by_transformers(config: PreTrainedConfig, tmp_path: Path) -> None:
-    """transformers implements the format independently."""
+    """transformers has an independent implementation of GGUF."""
     save(config, tmp_path)
     write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: "Q8_0")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="small.gguf", dtype=torch.float32)
@@ -183,7 +183,7 @@ def test_rows_read_by_a_rank_equal_rows_of_the_tensor(tmp_path: Path) -> None:
         assert torch.equal(weights.read(name, *shape, rows=(30, 99)), weights.read(name, *shape)[30:99])
 
 
-def test_demo_model_in_q8_0_answers(demo_file: Path) -> None:
+def test_demo_model_in_q8_0_answers_correctly(demo_file: Path) -> None:
     llm = LLM(demo_file)
     params = SamplingParams(temperature=0, max_tokens=40)
     (answer,) = llm.chat(QUESTION, params, use_tqdm=False)
@@ -208,7 +208,7 @@ def test_server_serves_a_gguf_file(demo_file: Path, servers: Servers) -> None:
     assert reply["model"] == str(demo_file)
 
 
-def test_gguf_file_drafts_for_another(demo_file: Path, tmp_path: Path) -> None:
+def test_drafts_of_a_gguf_draft_model_are_accepted(demo_file: Path, tmp_path: Path) -> None:
     write_gguf(demo.DRAFT, tmp_path / "draft.gguf", lambda name: "F16")
     params = SamplingParams(temperature=0, max_tokens=40)
     llm = LLM(demo_file, speculative_config={"model": str(tmp_path / "draft.gguf"), "adaptive": False})
@@ -219,11 +219,22 @@ def test_gguf_file_drafts_for_another(demo_file: Path, tmp_path: Path) -> None:
 def test_folder_with_one_gguf_file_resolves_to_the_file(demo_file: Path, tmp_path: Path) -> None:
     shutil.copy(demo_file, tmp_path / "demo.gguf")
     (tmp_path / "mmproj-demo.gguf").touch()
-    (tmp_path / "config.json").touch()  # some repositories on the hub have one, but no tokenizer
+    (tmp_path / "config.json").touch()  # some repositories on the hub have this file, but no tokenizer
     assert resolve(tmp_path) == resolve(tmp_path / "demo.gguf") != resolve(demo_file)
     shutil.copy(demo_file, tmp_path / "other.gguf")
-    with pytest.raises(PenstockError, match=r"holds several models: give one of demo\.gguf, other\.gguf"):
+    with pytest.raises(PenstockError, match=r"has several models: name one of demo\.gguf, other\.gguf"):
         resolve(tmp_path)
+
+
+def test_link_gives_a_file_without_suffix_a_name(demo_file: Path, tmp_path: Path) -> None:
+    """As for the files that Ollama stores (docs/cookbook/from_ollama.md)."""
+    blob = shutil.copy(demo_file, tmp_path / "sha256-0")
+    with pytest.raises(PenstockError):
+        resolve(blob)
+    (tmp_path / "demo.gguf").symlink_to(blob)
+    llm = LLM(tmp_path / "demo.gguf")
+    (answer,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+    assert answer.outputs[0].text == "The capital of France is Paris."
 
 
 def test_plan_memory_reads_a_gguf_file(demo_file: Path) -> None:
@@ -231,7 +242,7 @@ def test_plan_memory_reads_a_gguf_file(demo_file: Path) -> None:
     planned = json.loads(result.stdout)
     assert planned["architecture"] == "Qwen3ForCausalLM", result.stderr
     weights = sum(tensor.size for tensor in GGUFFile(demo_file).tensors.values())
-    assert weights < planned["weight_bytes"] < 1.1 * weights  # scales have 32 bits here, and 16 in the file
+    assert weights < planned["weight_bytes"] < 1.1 * weights  # scales have 32 bits in Penstock, and 16 in the file
 
 
 def test_parts_of_a_split_file_are_one_model(tmp_path: Path) -> None:
@@ -251,7 +262,7 @@ def test_parts_of_a_split_file_are_one_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rope.scaling.factor", "rope.scale_linear"])
 def test_rope_scale_without_type_is_linear(name: str, tmp_path: Path) -> None:
-    """As in llama.cpp. ``rope.scale_linear`` is the name from before November 2023."""
+    """As in llama.cpp. ``rope.scale_linear`` is the name used before November 2023."""
 
     def tokenizer(writer: GGUFWriter) -> None:
         add_tokenizer(writer, demo.CHAT)
@@ -363,7 +374,7 @@ SPLITS = {
     "bloom": [BLOOM],
     "viking": [BLOOM, r"\p{N}"],
 }
-"""Regular expressions by which llama.cpp splits texts, in their order, by pre-tokenizer."""
+"""Regular expressions with which llama.cpp splits texts, one after the other, by pre-tokenizer."""
 
 
 def split(text: str, patterns: list[str]) -> list[str]:
@@ -447,7 +458,7 @@ def test_named_chat_template_is_used_with_tools(tmp_path: Path) -> None:
 
 
 def test_im_end_marked_as_text_is_a_special_token(tmp_path: Path) -> None:
-    """Some files mark it as text, so that it would not be encoded as one token, nor end the answer."""
+    """As text, ``<|im_end|>`` would not be encoded as one token, and would not end the answer."""
 
     def tokenizer(writer: GGUFWriter) -> None:
         add_tokenizer(writer, demo.CHAT, "qwen2")
@@ -487,7 +498,7 @@ def pieces(
 
 
 def add_pieces(writer: GGUFWriter, theirs: sentencepiece.SentencePieceProcessor, model: dict[str, Any]) -> None:
-    """Write a SentencePiece model as the converter does.
+    """Write a SentencePiece model as llama.cpp's converter does.
 
     Args:
         model: the same model in the format of ``tokenizer.json``.
@@ -534,7 +545,7 @@ def test_sentencepiece_tokens_match_its_library(
 
 
 def test_long_piece_of_a_bpe_model_is_refused(tmp_path: Path) -> None:
-    """The number of merges grows with the length of pieces."""
+    """The number of merges would grow with the length of the piece."""
 
     def tokenizer(writer: GGUFWriter) -> None:
         writer.add_tokenizer_model("llama")
@@ -542,7 +553,7 @@ def test_long_piece_of_a_bpe_model_is_refused(tmp_path: Path) -> None:
         writer.add_token_scores([0.0, -1.0, -2.0])
         writer.add_token_types([gguf.TokenType.UNKNOWN, gguf.TokenType.NORMAL, gguf.TokenType.NORMAL])
 
-    with pytest.raises(PenstockError, match="a piece has 600 characters; the limit is 512"):
+    with pytest.raises(PenstockError, match="a piece of 600 characters; the limit is 512"):
         resolve(tokenizer_file(tmp_path, tokenizer))
 
 
@@ -550,7 +561,7 @@ def test_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
     def other(writer: GGUFWriter) -> None:
         add_tokenizer(writer, demo.CHAT, "unknown")
 
-    with pytest.raises(PenstockError, match=r"has the pre-tokenizer 'unknown'; supported: llama-bpe, "):
+    with pytest.raises(PenstockError, match=r"has pre-tokenizer 'unknown'; supported: llama-bpe, "):
         resolve(tokenizer_file(tmp_path, other))
 
 
@@ -606,7 +617,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda content: re.sub(
             rb"(tokenizer.ggml.tokens.{8}).{8}", lambda m: m[1] + u64(2**60), content, flags=re.DOTALL
         ),
-        "an array of its header has 1152921504606846976 strings",
+        "an array in its header has 1152921504606846976 strings",
     ),
     "a value of no type": (
         replaced(key("llama.block_count") + u32(4), key("llama.block_count") + u32(99)),
@@ -616,11 +627,11 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda content: content.replace(
             key("llama.block_count") + u32(4) + u32(1), key("llama.block_count") + u32(8) + u64(4) + b"four"
         ),
-        "llama.block_count has a value of the wrong type",
+        "llama.block_count is 'four'; it must be of type int",
     ),
     "a thousand layers": (
         replaced(key("llama.block_count") + u32(4) + u32(1), key("llama.block_count") + u32(4) + u32(1000)),
-        "has 1000 layers and",
+        "has 1000 layers, but only",
     ),
     "no context": (
         replaced(key("llama.context_length") + u32(4) + u32(256), key("llama.context_length") + u32(4) + u32(0)),
@@ -628,7 +639,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "another architecture": (
         replaced(u64(5) + b"llama", u64(5) + b"mamba"),
-        "of architecture 'mamba'; llama, qwen2, qwen3",
+        "has architecture 'mamba', which is not supported; supported: llama, qwen2, qwen3",
     ),
     "huge dimensions": (
         replaced(entry("blk.0.attn_q.weight", 64, 64), entry("blk.0.attn_q.weight", 2**62, 2**62)),
@@ -644,19 +655,19 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "another shape": (
         replaced(entry("blk.0.ffn_down.weight", 96, 64), entry("blk.0.ffn_down.weight", 192, 32)),
-        "has shape (32, 192), config.json wants (64, 96)",
+        "has shape (32, 192); config.json requires (64, 96)",
     ),
     "a type that is not read": (
         replaced(entry("output_norm.weight", 64) + u32(0), entry("output_norm.weight", 64) + u32(16)),
-        "tensor 'output_norm.weight' is of type IQ2_XXS; BF16, F16, F32,",
+        "tensor 'output_norm.weight' has type IQ2_XXS, which is not supported; supported: BF16, F16, F32,",
     ),
     "a number of another model": (
         replaced(key("llama.feed_forward_length"), key("llama.attn_logit_softcapping")),
-        "has a number attn_logit_softcapping, which is not supported for architecture llama",
+        "has a value of attn_logit_softcapping, which is not supported for architecture llama",
     ),
     "an adapter": (
         replaced(key("llama.block_count") + u32(4) + u32(1), key("general.type") + u32(8) + key("adapter")),
-        "is of type 'adapter', not a model",
+        "has general.type 'adapter'; name a file with a model",
     ),
     "a tensor twice": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"), "'blk.0.attn_k.weight' twice"),
     "another tensor": (
@@ -666,7 +677,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a missing tensor": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "no tensor blk.0.attn_q.weight"),
     "a factor that is NaN": (
         replaced(struct.pack("<2f", 4, 4), struct.pack("<2f", 4, math.nan)),
-        "rope_freqs.weight has values that are not above 0",
+        "rope_freqs.weight has the value nan; all must be finite",
     ),
 }
 
@@ -694,7 +705,7 @@ def test_overlapping_tensors_are_refused(tiny: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_damage_raises_one_line_error_or_none(seed: int, tiny: bytes, tmp_path: Path) -> None:
-    """Bytes of the header changed, removed or inserted, and truncated files. Little memory is allocated."""
+    """Bytes of the header are changed, removed or inserted, or the file is truncated. Little memory is allocated."""
     rng, content = random.Random(seed), bytearray(tiny)
     header = tiny.index(b"output_norm.weight") + 200
     for _ in range(rng.randint(1, 4)):
@@ -740,7 +751,7 @@ def test_hub_name_with_quantization_resolves_to_gguf_file(tmp_path: Path) -> Non
 
 
 def test_gguf_file_in_hugging_face_cache_is_used_offline(tmp_path: Path) -> None:
-    """After ``hf download org/chat chat-Q8_0.gguf``; with and without the quantization in the name."""
+    """The cache is as after ``hf download org/chat chat-Q8_0.gguf``. The name is with and without the quantization."""
     model = tmp_path / "hf" / "hub" / "models--org--chat"
     for path, content in (("refs/main", NEW.encode()), (f"snapshots/{NEW}/README.md", b"# A model")):
         (model / path).parent.mkdir(parents=True, exist_ok=True)

@@ -68,7 +68,7 @@ def check(file: Path, model: PreTrainedModel, prompt: Sequence[int], tokens: int
 def test_converted_checkpoint_matches_transformers(
     family: str, kind: str, llama_cpp: Converter, tmp_path: Path
 ) -> None:
-    """Matrices in ``Q8_0`` have three distinct values, which quantization does not round."""
+    """Matrices in ``Q8_0`` have only three distinct values, so that quantization does not round them."""
     quantized = kind != "ALL_F32"
     model = checkpoint(family, int(quantized), tmp_path, ternary=quantized)
     file = tmp_path / "model.gguf"
@@ -81,7 +81,7 @@ def test_language_model_of_vision_model_matches_transformers(family: str, llama_
     """The vision encoder is in another file (``mmproj``), which is not read."""
     model = vision_checkpoint(family, tmp_path)
     llama_cpp.convert(tmp_path, tmp_path / "model.gguf", "ALL_F32")
-    text_only = model.language_model if family == "Llama4" else model  # the composite of transformers needs images
+    text_only = model.language_model if family == "Llama4" else model  # transformers' composite model needs images
     check(tmp_path / "model.gguf", text_only, PROMPT, 8, 3e-4)
 
 

@@ -62,11 +62,11 @@ except PenstockError as error:
 
 
 class Hub(ThreadingHTTPServer):
-    """A hub with the models ``org/chat`` and ``org/gated``, the latter for the token ``opens`` only.
+    """A hub with the model ``org/chat``, and the model ``org/gated``, which needs the token ``opens``.
 
-    ``breaks`` lists the failures of the next transfers of weights: the number of bytes sent before, and "reset",
-    "close", "stall", "garble" (wrong bytes), "more" (excess bytes), or a status with the value of ``Retry-After``.
-    ``fills`` is a file that is written until its disk is full, before weights are sent.
+    ``breaks`` lists the failures of the next transfers of weights: the number of bytes sent before the failure, and
+    "reset", "close", "stall", "garble" (wrong bytes), "more" (excess bytes), or a status with the value of
+    ``Retry-After``. ``fills`` is a file that is written until its disk is full, before weights are sent.
     """
 
     daemon_threads = True
@@ -221,7 +221,7 @@ class Client:
         )
 
     def ask(self, *args: Any, **options: Any) -> dict[str, str]:
-        """Folder that ``resolve`` returned, or code, field and message of its error."""
+        """Call ``resolve`` in a subprocess; returns the folder, or code, field and message of the error."""
         process = self.start(*args, **options)
         answer, self.stderr = process.communicate(timeout=60)
         assert process.returncode == 0, self.stderr
@@ -293,7 +293,7 @@ def test_files_of_a_checkpoint_are_fetched_once(hub: Hub, client: Client) -> Non
 
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 def test_cache_is_shared_with_huggingface_hub(hub: Hub, client: Client, first: str) -> None:
-    """Online and offline, whichever program fetched the model."""
+    """Either program fetches the model first; both programs then use it online and offline."""
     code = "import sys; from huggingface_hub import snapshot_download\n"
     code += f"print(snapshot_download('org/chat', allow_patterns={sorted(WANTED)}))"
 
@@ -307,7 +307,7 @@ def test_cache_is_shared_with_huggingface_hub(hub: Hub, client: Client, first: s
     assert theirs() == theirs(**OFFLINE) == client.resolve() == client.resolve(env=OFFLINE) == folder
     assert client.stderr == ""
     assert len(hub.ranges) == 1
-    (folder / WEIGHTS).unlink()  # a link, whose target remains
+    (folder / WEIGHTS).unlink()  # removes a symbolic link; its target remains
     assert client.resolve(env=OFFLINE) == folder
     assert theirs(**OFFLINE) == folder
 

@@ -1,4 +1,4 @@
-"""Images in prompts: models against transformers, prefix cache, batches, refused requests, and dialects."""
+"""Images in prompts: comparison with transformers, prefix cache, batches, refused requests, and dialects."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.inference_mode()
 def table(model: PreTrainedModel, tokens: list[int], images: list[Image.Image]) -> torch.Tensor:
-    """Log probabilities by transformers after each token."""
+    """transformers' log probabilities after each token, ``[tokens, vocabulary]``."""
     ids = torch.tensor([tokens])
     inputs: dict[str, Any] = {}
     if images:
@@ -93,7 +93,7 @@ SIZE = {"shortest_edge": 256, "longest_edge": 4096}
 
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[Path, PreTrainedModel], ops: str) -> None:
-    """In a batch with texts, in chunks that split images, and again from the prefix cache."""
+    """Prompts run in a batch with texts, in chunks that split images, and again from the prefix cache."""
     if ops == "cpu":
         pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     folder, model = pair
@@ -121,7 +121,7 @@ def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[Path, PreTrai
 
 @pytest.mark.parametrize("family", MODELS)
 def test_rope_theta_of_vision_config_is_used(family: str, tmp_path: Path) -> None:
-    """In files of earlier versions of transformers, which have no ``rope_parameters`` there."""
+    """Tests files of earlier versions of transformers, which have no ``rope_parameters`` in ``vision_config``."""
     model = checkpoints.save_random(MODELS[family](), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["vision_config"].pop("rope_parameters")
@@ -140,8 +140,8 @@ def test_rope_theta_of_vision_config_is_used(family: str, tmp_path: Path) -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
 def test_drawn_configs_match_transformers(family: str, tmp_path: Path) -> None:
-    """Root mean square error against transformers in float64: at most 1e-5, or three times that of transformers in
-    float32. The fixed order of sums has up to 1.5 times the rounding errors of PyTorch at these sizes."""
+    """The root mean square error relative to transformers in float64 is at most 1e-5, or three times the error of
+    transformers in float32. The fixed order of sums has up to 1.5 times the rounding errors of PyTorch."""
     rng = Random(family)
     for number in range(DRAWS):
         folder = tmp_path / str(number)
@@ -149,7 +149,7 @@ def test_drawn_configs_match_transformers(family: str, tmp_path: Path) -> None:
         images = [noise(number, rng.randint(10, 70), rng.randint(10, 70)) for _ in range(2)]
         llm = LLM(folder, max_num_batched_tokens=41, **SMALL)
         params = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=0, ignore_eos=True)
-        params = params.replace(logit_bias={PLACEHOLDER: -100.0})  # transformers would take the token for an image's
+        params = params.replace(logit_bias={PLACEHOLDER: -100.0})  # transformers would read the token as an image
         (output,) = llm.generate([prompt(images, seed=number)], params, use_tqdm=False)
         tokens, made = output.prompt_token_ids, output.outputs[0].token_ids
         found = table(model, tokens + made, images).clone()
@@ -160,7 +160,7 @@ def test_drawn_configs_match_transformers(family: str, tmp_path: Path) -> None:
         )
         library = table(model, tokens, images)[range(len(tokens) - 1), tokens[1:]]
         if family in ("qwen3-vl-moe", "ernie4.5-vl"):
-            model.set_experts_implementation("eager")  # others do not compute in float64
+            model.set_experts_implementation("eager")  # other implementations do not compute in float64
         exact = table(model.double(), tokens, images)[range(len(tokens) - 1), tokens[1:]]
         ours, theirs = ((each - exact).square().mean().sqrt() for each in (reported, library))
         assert ours <= max(1e-5, 3 * theirs), number
@@ -240,7 +240,7 @@ def test_planned_sizes_equal_the_matrices_of_the_model(pair: tuple[Path, PreTrai
 
 @pytest.mark.parametrize("offloading", [0.0, 0.01])
 def test_prefix_cache_distinguishes_images(pair: tuple[Path, PreTrainedModel], offloading: float) -> None:
-    """Prompts of equal tokens share the prefix before the first different image, also in the host tier."""
+    """Prompts with equal tokens share the prefix before the first different image, also in the host tier."""
     folder, _ = pair
     llm = LLM(folder, kv_offloading_size=offloading, **SMALL | {"num_gpu_blocks_override": 32 if offloading else 100})
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
@@ -248,14 +248,14 @@ def test_prefix_cache_distinguishes_images(pair: tuple[Path, PreTrainedModel], o
 
     def ask(*images: Image.Image) -> tuple[int, Any]:
         (output,) = llm.generate([prompt(list(images), text=20)], params, use_tqdm=False)
-        if offloading:  # evict everything from the KV cache
+        if offloading:  # evict all blocks from the KV cache, but not from the host tier
             llm.generate([prompt([], text=400, seed=seed) for seed in range(2)], ONE, use_tqdm=False)
         return output.num_cached_tokens, (output.outputs[0].token_ids, output.outputs[0].logprobs)
 
     length = first.width * first.height // 8**2
     assert length == 35
     _, alone = ask(first, second)
-    assert ask(first, second) == (80, alone)  # of 96 tokens, the block with the last one is computed
+    assert ask(first, second) == (80, alone)  # only the block with the last of 96 tokens is computed
     cached, other = ask(first, third)
     assert cached == 48 and other != alone  # up to the block with the second image's first placeholder
     cached, swapped = ask(second, first)
@@ -304,8 +304,8 @@ def answers(engine: Engine, requests: list[EngineRequest], rng: Random | None = 
 
 
 def test_outputs_do_not_depend_on_the_batch(pair: tuple[Path, PreTrainedModel]) -> None:
-    """Alone and together, in chunks of any size, with preemption, with an encoder cache that barely holds the largest
-    image, and with steps in flight, worker processes and drafts."""
+    """Requests run alone and together, in chunks of any size, with preemption, with an encoder cache of the size of the
+    largest image, and with steps in flight, worker processes and drafts."""
     folder, model = pair
     dtype = "float32" if isinstance(model, Qwen2VLForConditionalGeneration) else "bfloat16"
     rng = Random(dtype)
@@ -345,7 +345,7 @@ def test_equal_images_are_encoded_once(colours: Path) -> None:
     cache = llm.engine.scheduler.encoder_cache
     red, blue = plain("red"), plain("blue")
     llm.generate([prompt([red], seed=seed) for seed in range(3)], ONE, use_tqdm=False)
-    assert (cache.num_encoded, cache.num_hits) == (1, 0)  # three in one step
+    assert (cache.num_encoded, cache.num_hits) == (1, 0)  # three equal images in one step
     llm.generate([prompt([red, blue], seed=7), prompt([blue], seed=8)], ONE, use_tqdm=False)
     assert (cache.num_encoded, cache.num_hits) == (2, 1)
     llm.sleep()
@@ -372,7 +372,7 @@ def png_chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A small PNG file whose header states these numbers of pixels."""
+    """A small PNG file with this width and height in its header."""
     header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + png_chunk(b"IDAT", zlib.compress(bytes(1000))) + png_chunk(b"IEND", b"")
 
@@ -424,7 +424,7 @@ ADDRESSES = "127.0.0.1 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.
 ADDRESSES_6 = "::1 :: fe80::1%eth0 fc00::1 ff02::1 ::ffff:127.0.0.1 64:ff9b::7f00:1 2002:7f00:1::"
 
 
-def test_only_public_addresses_are_public() -> None:
+def test_private_and_reserved_addresses_are_not_public() -> None:
     assert is_public("8.8.8.8") and is_public("2606:4700::1111")
     assert not any(map(is_public, f"{ADDRESSES} {ADDRESSES_6}".split()))
 
@@ -468,7 +468,7 @@ def pictures() -> Iterator[str]:
 
 
 def test_images_are_fetched_from_allowed_places_only(colours: Path, pictures: str, tmp_path: Path) -> None:
-    """An allowed host may have an address that is not public. Redirects lead only to allowed hosts."""
+    """An allowed host may have an address that is not public. Redirects are followed only to allowed hosts."""
     options = ModelOptions(allowed_media_domains=("127.0.0.1",), allowed_local_media_path=str(tmp_path), **LIMITS)
     processor = InputProcessor(colours, options)
     (tmp_path / "red.png").write_bytes(PICTURE)
@@ -494,7 +494,7 @@ def test_images_are_fetched_from_allowed_places_only(colours: Path, pictures: st
 
 def test_silent_host_times_out(colours: Path) -> None:
     options = ModelOptions(allowed_media_domains=("127.0.0.1",), **LIMITS | {"media_timeout": 0.2})
-    with ThreadingHTTPServer(("127.0.0.1", 0), Pictures, bind_and_activate=True) as silent:  # accepts no connection
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pictures, bind_and_activate=True) as silent:  # serves no connection
         url = f"http://127.0.0.1:{silent.server_port}/red.png"
         with pytest.raises(PenstockError, match=r"image: was not received within 0\.2 seconds \(media_timeout\)"):
             InputProcessor(colours, options).media.load(MediaSource(url, "image"))
@@ -510,7 +510,7 @@ def test_images_of_python_prompts_are_checked(colours: Path) -> None:
     (output,) = llm.generate(text, ONE, use_tqdm=False)
     assert output.outputs[0].text == "blue" and output.prompt_token_ids.count(PLACEHOLDER) == 9
     wrong: list[tuple[dict[str, Any], str]] = [
-        (prompt([red] * 3), r"images: the prompt has 3, and at most 2 are allowed \(limit_mm_per_prompt\)"),
+        (prompt([red] * 3), r"images: the prompt has 3 images, and at most 2 are allowed \(limit_mm_per_prompt\)"),
         (prompt([red]) | {"prompt_token_ids": [5]}, "images: the prompt has 0 placeholders for 1 images"),
         (prompt([red]) | {"multi_modal_data": {"audio": red}}, "multi_modal_data: audio is not supported, only image"),
         (prompt([red]) | {"multi_modal_data": {"image": [5]}}, r"image\[0\]: must be a Pillow image"),
@@ -539,7 +539,8 @@ def test_option_runs_or_is_refused_as_documented(colours: Path, name: str, value
     if outcome == "refused":
         with pytest.raises(PenstockError) as error:
             Engine(EngineOptions(model=str(colours), **options))
-        assert error.value.failure.message == f"{option}: {given} is not supported for models with image input"
+        message = f"{option}: {given} is not supported for models with image input; remove this option"
+        assert error.value.failure.message == message
         return
     llm = LLM(colours, **options)
     outputs = llm.generate([prompt([plain(colour)]) for colour in COLOURS], ONE, use_tqdm=False)
@@ -606,7 +607,7 @@ def test_usage_counts_tokens_of_images(server: Served) -> None:
 
 def test_metrics_have_hits_and_size_of_the_encoder_cache(server: Served) -> None:
     body = {"messages": user(openai_part(noise(7, 24, 24))), "max_tokens": 1}
-    for salt in ("a", "b"):  # no hits in the prefix cache
+    for salt in ("a", "b"):  # different salts prevent hits in the prefix cache
         httpx.post(f"{server.url}/chat/completions", json=body | {"cache_salt": salt}).raise_for_status()
     found: dict[str, float] = {}
     while found.get("vllm:mm_cache_hits_total", 0) < 1:  # the engine reports periodically
@@ -625,7 +626,7 @@ def test_invalid_image_request_is_refused_with_status_400(server: Served) -> Non
         ({"messages": user({"type": "image_url", "image_url": {}})}, "image_url.url: is missing", "[1]"),
         ({"messages": user({"type": "input_audio", "input_audio": {}})}, "input_audio is not supported", "[1]"),
         ({"messages": user({"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}})}, "is not allowed", "[1]"),
-        ({"messages": user(red, red, red, red)}, "images: the prompt has 4, and at most", "images"),
+        ({"messages": user(red, red, red, red)}, "images: the prompt has 4 images, and at most", "images"),
         ({"messages": user(red), "truncate_prompt_tokens": 5}, "truncate_prompt_tokens: is not supported", ""),
         ({"messages": user(red), "mm_processor_kwargs": {"crop": 2}}, "'crop' is not supported", "mm_processor_kwargs"),
         (

@@ -1,4 +1,4 @@
-"""LoRA adapters of models with image input, against PEFT."""
+"""LoRA adapters of models with image input, compared with PEFT."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def save_adapter(model: Any, folder: Path, **config: Any) -> Path:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_lora_with_images_matches_peft(family: str, tmp_path: Path) -> None:
-    """Requests with and without images and adapter in one batch; repeated with the prefix cache."""
+    """Requests with and without images and adapter run in one batch, and again with the prefix cache."""
     model = images.save_random(MODELS[family](), tmp_path / "model")
     pattern = {"rank_pattern": {"model.language_model.layers.1.self_attn.q_proj": 8}}
     path = save_adapter(model, tmp_path / "adapter", **pattern)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: DeepSeek models against transformers, and kernels against the reference ops.
+"""Multi-head latent attention: DeepSeek models compared with transformers, and kernels with the reference ops.
 
 Results are bit-identical in any batch, across ranks and stages, and through a transfer buffer.
 """
@@ -71,7 +71,7 @@ CONFIGS |= {
 }
 CPU = torch.device("cpu")
 
-# Tests and fixtures of every family, and of every layout of the KV cache.
+# Tests and fixtures of other modules that also run for DeepSeek models and latent KV caches:
 ops = test_models.ops
 test_logprobs_and_greedy_tokens_match_transformers = test_models.test_logprobs_and_greedy_tokens_match_transformers
 test_bfloat16_error_is_near_that_of_transformers = test_models.test_bfloat16_error_is_near_that_of_transformers
@@ -99,7 +99,7 @@ def pair(request: pytest.FixtureRequest, ops: str, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with adapters, as ``test_exactness.checkpoint``."""
+    """A checkpoint with adapters, for the tests of ``test_exactness``."""
     folder = tmp_path_factory.mktemp("checkpoint")
     model = save_with_bias(CONFIGS["v3, experts, yarn"], folder)
     for rank, name in enumerate(ADAPTERS, 3):
@@ -126,7 +126,7 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def draw_spec(rng: Random, dtype: torch.dtype, block_size: int, quantization: str) -> tuple[KVSpec, int]:
-    """A random KV spec, and the size of its rotary part. The largest is that of DeepSeek-V3."""
+    """A random KV spec, at most as large as DeepSeek-V3's, and the size of its rotary part."""
     latent, rope = rng.choice(((16, 16), (32, 16), (48, 32), (512, 64)))
     return KVSpec(1, latent + rope, NAMES[dtype], block_size, quantization, latent=latent), rope
 
@@ -155,7 +155,7 @@ def test_latent_attention_matches_reference(seed: int) -> None:
     ours, theirs = (ops.new_kv_cache([spec], blocks, CPU)[0] for ops in (cpu, reference))
     other = cpu.new_kv_cache([replace(spec, block_size=64)], 3, CPU)[0]
     for cache in (ours, other):
-        cache.data.fill_(255)  # NaN
+        cache.data.fill_(255)  # bytes of 255 are NaN
     q = randn(seed, tokens, heads, spec.head_dim, dtype=dtype)
     scale, starts = spec.head_dim**-0.5, batch.attention.query_start_loc.tolist()
     rows = []
@@ -188,7 +188,7 @@ def test_latent_attention_matches_reference(seed: int) -> None:
 @settings(max_examples=8, deadline=None)
 @given(seed=seeds)
 def test_latent_attention_does_not_depend_on_the_number_of_threads(seed: int) -> None:
-    """Long sequences, whose positions the threads share; a row alone has the same bits, too."""
+    """The threads share the positions of long sequences. A row alone also has the same bits."""
     rng = Random(seed)
     dtype, heads, new = rng.choice(DTYPES), rng.choice((4, 16, 50)), rng.choice((1, 1, 30))
     spec, rope = draw_spec(rng, dtype, 64, rng.choice(KV_QUANTIZATIONS))
@@ -222,7 +222,7 @@ def test_latent_attention_does_not_depend_on_the_number_of_threads(seed: int) ->
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds)
 def test_linear_by_head_and_latent_rope_match_reference(seed: int) -> None:
-    """Inputs and outputs lie between other columns. Splitting the batch does not change the bits."""
+    """Inputs and outputs are columns of larger tensors. Splitting the batch does not change the bits."""
     rng = Random(seed)
     dtype, tokens, heads = rng.choice(DTYPES), rng.randint(2, 300), rng.randint(1, 5)
     inputs, outputs = rng.randint(1, 150), rng.randint(1, 150)
@@ -279,7 +279,7 @@ MORE_KINDS = ["bfloat16 none auto", "bfloat16 none int8"]
 
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in MORE_KINDS)])
 def test_outputs_do_not_depend_on_the_batch(checkpoint: Path, kind: str) -> None:
-    """Engines with random chunks, prefix caching, preemption, host and disk tiers, drafts and adapters."""
+    """Tests engines with random chunks, prefix caching, preemption, host and disk tiers, drafts and adapters."""
     rng = Random(f"latent:{kind}")
     requests = [draw_request(rng, number) for number in range(12)]
     lone = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
@@ -316,7 +316,7 @@ def test_step_exports_latent_vectors(checkpoint: Path) -> None:
 
 
 def test_planned_kv_and_weight_bytes_equal_the_model(checkpoint: Path) -> None:
-    """Bytes per token, and of weights. The absorbed matrix is not quantized."""
+    """Compares KV bytes per token, and weight bytes. The absorbed matrix is not quantized."""
     config = read_config(checkpoint)
     model = load_model(checkpoint, backend(CPU, "reference"), LoadOptions(dtype=torch.bfloat16))
     size = model_size_of(config.raw)
@@ -331,7 +331,7 @@ def test_planned_kv_and_weight_bytes_equal_the_model(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "gptq asymmetric, act-order, v2"])
 def test_quantized_checkpoint_matches_transformers(kind: str, tmp_path: Path) -> None:
-    """The absorbed matrix is dequantized, whatever its format."""
+    """The absorbed matrix is dequantized from any format."""
     sizes = LATENT | {"num_hidden_layers": 2, "q_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 32}
     model = quantize(tmp_path, KINDS_OF_CHECKPOINTS[kind], DeepseekV3Config(**sizes | {"vocab_size": 320}))
     llm = LLM(tmp_path, ops="cpu", dtype="float32", block_size=16, num_gpu_blocks_override=50)
@@ -339,7 +339,7 @@ def test_quantized_checkpoint_matches_transformers(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("knowing", [True, False])
-def test_multi_token_prediction_layers_draft(knowing: bool, tmp_path: Path) -> None:
-    """In DeepSeek-V3 these layers have latent attention and experts, too."""
+def test_multi_token_prediction_layers_generate_drafts(knowing: bool, tmp_path: Path) -> None:
+    """In DeepSeek-V3, multi-token prediction layers also have latent attention and experts."""
     config = DeepseekV3Config(**LATENT | EXPERTS | {"vocab_size": 3584})
     check_heads(with_head(tmp_path, knowing, config), knowing)

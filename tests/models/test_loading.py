@@ -1,4 +1,4 @@
-"""Reading tensors of checkpoints: rows of a rank, layers of a stage, PyTorch files, stored dtypes, and versions."""
+"""Reading of checkpoint tensors: rows of a rank, layers of a stage, PyTorch files, stored dtypes, and versions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def context(folder: Path, group: Group = SINGLE_RANK, layers: range | None = Non
 
 
 def test_version_depends_on_every_tensor_and_not_on_the_path(folder: Path, tmp_path: Path) -> None:
-    """With tensors of all sizes, in several files."""
+    """The checkpoint has tensors of all sizes, in several files."""
     tensors = {"model.embed_tokens.weight": torch.zeros(2**14, 2**10), "a": torch.ones(2**11, 40), "b": torch.ones(1)}
     shutil.copy(folder / "config.json", tmp_path)
     save_file({}, tmp_path / "model.safetensors")
@@ -78,7 +78,8 @@ def test_rank_reads_only_its_rows(folder: Path, ranks: int) -> None:
 
 
 def test_stage_reads_only_its_layers(folder: Path) -> None:
-    """And the embedding in the first stage; the last norm and the head (the tied embedding) in the last."""
+    """The first stage also reads the embedding; the last stage also reads the last norm and the head (the tied
+    embedding)."""
     config = read_config(folder)
     stored = load_file(folder / "model.safetensors")
     for layers in (range(2), range(2, 3)):
@@ -98,11 +99,11 @@ def test_reading_rows_touches_only_their_pages(tmp_path: Path) -> None:
     mappings = re.findall(
         rf"{re.escape(str(path))}\n(?:\w+:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text()
     )
-    assert 4096 <= sum(map(int, mappings)) < 8192, "of 16384 KiB"
+    assert 4096 <= sum(map(int, mappings)) < 8192, f"KiB of the file's 16384 KiB that are mapped: {mappings}"
 
 
 def test_outputs_of_ranks_equal_outputs_of_one_rank(folder: Path) -> None:
-    """Bit-identical, since every output is a sum on one rank. Each of the merged matrices is split."""
+    """The bits are identical, since every output is a sum on one rank. Each of the merged matrices is split."""
     names, sizes = [f"model.layers.1.self_attn.{part}_proj" for part in "qkv"], [128, 64, 64]
     x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
 
@@ -126,7 +127,8 @@ def test_outputs_of_ranks_equal_outputs_of_one_rank(folder: Path) -> None:
     ],
 )
 def test_ranks_share_query_and_kv_heads(heads: int, kv_heads: int, ranks: int, shares: list[tuple[int, ...]]) -> None:
-    """A rank has the KV heads of its queries. If there are too few KV heads, several ranks have the same."""
+    """A rank has the KV heads of its query heads. With fewer KV heads than ranks, several ranks have the same KV
+    heads."""
     found = [shard_heads(group, heads, kv_heads) for group in groups(ranks)]
     assert [(*queries.rows, *keys.rows) for queries, keys in found] == shares
 
@@ -138,7 +140,7 @@ def test_heads_that_ranks_cannot_share_are_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_pytorch_files_are_read(folder: Path, tmp_path: Path, shards: int) -> None:
-    """Whole tensors and ranges of rows. The version changes with the weights."""
+    """Reads whole tensors and ranges of rows. The version changes with the weights."""
     tensors = dict(sorted(load_file(folder / "model.safetensors").items()))
     shutil.copy(folder / "config.json", tmp_path)
 
@@ -170,7 +172,7 @@ def test_pytorch_files_are_read(folder: Path, tmp_path: Path, shards: int) -> No
 def test_pickle_of_other_objects_than_tensors_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "config.json", tmp_path)
     torch.save({"model.norm.weight": Path("x")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(PenstockError, match=r"is not loaded, as its pickle would run pathlib\.\w+\. Convert it"):
+    with pytest.raises(PenstockError, match=r"is not loaded, because its pickle would run pathlib\.\w+\. Convert it"):
         Checkpoint(tmp_path)
 
 

@@ -58,7 +58,7 @@ def test_auto_runs_unsupported_config_with_transformers(name: str, tmp_path: Pat
     assert reported == pytest.approx(table[range(len(PROMPT) - 1), PROMPT[1:]].tolist(), abs=1e-3)
 
 
-def test_auto_keeps_penstock_implementation_if_supported(tmp_path: Path) -> None:
+def test_auto_selects_penstock_implementation_if_supported(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL), tmp_path)
     assert read_config(tmp_path, "auto").model_impl == "penstock"
 

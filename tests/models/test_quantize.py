@@ -1,4 +1,4 @@
-"""``penstock quantize``: its checkpoint matches its report and beats rounding; interrupted runs resume."""
+"""``penstock quantize``: the checkpoint matches the report, with less error than rounding; interrupted runs resume."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def stored(folder: Path) -> Checkpoint:
 
 
 def matrices(folder: Path) -> dict[str, tuple[int, int]]:
-    """The layers' matrices of an unquantized checkpoint and their shapes."""
+    """Shapes of the layers' matrices of an unquantized checkpoint, by name."""
     tensors = load_file(folder / "model.safetensors")
     names = (name.removesuffix(".weight") for name in tensors)
     shapes = {name: tuple(tensors[f"{name}.weight"].shape) for name in names if name.endswith(PROJECTIONS)}
@@ -121,7 +121,7 @@ def planted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_method_beats_rounding_with_outliers_in_activations(
     planted: Path, tmp_path: Path, method: str, rounded: str
 ) -> None:
-    """Without rotation, which would spread outliers over many inputs."""
+    """The methods run without rotation, which would spread outliers over many inputs."""
     options = {
         "calib_size": 12,
         "calib_seq_len": 256,
@@ -140,7 +140,7 @@ def test_method_beats_rounding_with_outliers_in_activations(
 def test_written_checkpoint_has_the_reported_perplexity(
     model: Path, tmp_path: Path, method: str, rotation: int | None
 ) -> None:
-    """Perplexity of the written checkpoint in the engine."""
+    """The engine computes the perplexity of the written checkpoint."""
     report = quantized(model, tmp_path / "made", method, rotation=rotation)
     sample = texts.read_samples("", Tokenizer(demo.CHAT), 8, 128, 0)[0].tolist()
     llm = LLM(tmp_path / "made", num_gpu_blocks_override=40, ops="reference")
@@ -159,7 +159,7 @@ def test_written_checkpoint_has_the_reported_perplexity(
 def test_written_matrices_equal_rounding_at_load(
     model: Path, tmp_path: Path, method: str, rotation: int | None
 ) -> None:
-    """Bit-identical to what ``pack`` makes of the original weights in the same format."""
+    """The bits are identical to the result of ``pack`` for the original weights and the same format."""
     quantized(model, tmp_path / "made", method, rotation=rotation)
     original, scheme = load_file(model / "model.safetensors"), QuantizeOptions(method, rotation=rotation).scheme
     for name, shape in matrices(model).items():
@@ -171,7 +171,7 @@ def test_written_matrices_equal_rounding_at_load(
 
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
 def test_scaling_preserves_outputs_before_rounding(small: Path, method: str) -> None:
-    """Also through shared key-value heads and biases."""
+    """The model has shared key-value heads and biases, through which scales are also propagated."""
     config, checkpoint = read_config(small), Checkpoint(small)
     options, prefix = QuantizeOptions(method, group_size=32 if method == "awq" else 0), "model.layers.1."
     hidden = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0))
@@ -219,7 +219,7 @@ def test_group_size_that_does_not_divide_inputs_is_reduced(
     """The largest smaller multiple of 8 that divides the inputs of all matrices, 192 and 576, is used and logged."""
     made = tmp_path / "made"
     quantized(uneven, made, method, group_size=128, rotation=rotation)
-    assert "group size 128 does not divide the inputs of all matrices: using 96" in caplog.text
+    assert "group size 128 does not divide the number of inputs of all matrices: using 96" in caplog.text
     config = json.loads((made / "config.json").read_text())["quantization_config"]
     if config["quant_method"] == "compressed-tensors":
         config = config["config_groups"]["group_0"]["weights"]
@@ -261,7 +261,7 @@ def test_tied_tensors_of_pytorch_file_are_both_written(small: Path, tmp_path: Pa
     assert torch.equal(written["lm_head.weight"], head) and torch.equal(written["model.embed_tokens.weight"], head)
 
 
-def test_ignored_matrices_stay_unquantized(model: Path, tmp_path: Path) -> None:
+def test_ignored_matrices_are_not_quantized(model: Path, tmp_path: Path) -> None:
     ignored = ["model.layers.0.self_attn.k_proj", *(f"model.layers.{layer}.mlp.down_proj" for layer in range(LAYERS))]
     for method in ("gptq", "wint4"):
         output = tmp_path / method
@@ -338,14 +338,14 @@ def start(checkpoint: Path, output: Path, method: str) -> subprocess.Popen[str]:
     ("number", "message"), [(signal.SIGKILL, ""), (signal.SIGINT, "run the same command to resume")]
 )
 def test_interrupted_run_resumes_to_the_same_bytes(model: Path, tmp_path: Path, number: int, message: str) -> None:
-    """Its folder is refused while the run is active, and afterwards with other options."""
+    """The output folder is refused while the run is active, and afterwards if the options differ."""
     process = start(model, tmp_path / "cut", "gptq")
     done = tmp_path / "cut" / ".quantize" / "layer-00000.json"
     while not done.exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
-    process.send_signal(signal.SIGSTOP)  # keeps the run unfinished until the signal
-    with pytest.raises(PenstockError, match="another process is quantizing to"):
+    process.send_signal(signal.SIGSTOP)  # pauses the run, so that it cannot finish before the next signal
+    with pytest.raises(PenstockError, match="is in use by another quantization"):
         quantized(model, tmp_path / "cut", "gptq")
     process.send_signal(number)
     process.send_signal(signal.SIGCONT)
@@ -362,7 +362,7 @@ def test_interrupted_run_resumes_to_the_same_bytes(model: Path, tmp_path: Path, 
 
 def test_run_that_failed_to_start_does_not_block_the_next(small: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text('{"words": "none"}')
-    with pytest.raises(PenstockError, match=r"record 1 of .* has none of the fields text"):
+    with pytest.raises(PenstockError, match=r"record 1 of .* has no valid field of text"):
         quantized(small, tmp_path / "made", "wint8", calib_dataset=str(tmp_path / "texts.jsonl"))
     quantized(small, tmp_path / "made", "wint8")
 
@@ -374,7 +374,7 @@ def test_default_group_size_of_wint4_divides_inputs(small: Path, tmp_path: Path)
 
 
 def test_run_with_changed_calibration_texts_is_refused(small: Path, tmp_path: Path) -> None:
-    """Texts are compared by content: the file has the same name."""
+    """The texts are compared by content, as the name of the file is the same."""
     file, made = tmp_path / "texts.txt", tmp_path / "made"
     file.write_text("The capital of France is Paris.\n" * 40)
     options: Any = {"calib_seq_len": 16, "calib_dataset": str(file)}
@@ -395,7 +395,7 @@ def test_run_with_changed_calibration_texts_is_refused(small: Path, tmp_path: Pa
 def test_finished_run_is_not_repeated(small: Path, tmp_path: Path) -> None:
     report = quantized(small, tmp_path / "made", "wint8")
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}
-    (tmp_path / "made" / ".quantize").mkdir()  # as if a run was killed while it removed this folder
+    (tmp_path / "made" / ".quantize").mkdir()  # state after a kill while the folder was removed
     assert quantized(small, tmp_path / "made", "wint8") == report
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()} == before
     with pytest.raises(PenstockError, match="was made with other options"):
@@ -445,17 +445,26 @@ def test_report_is_printed_and_written_as_json_and_html(
     ("flags", "message"),
     [
         ("--method gptqq", "--method: invalid choice: 'gptqq'"),
-        ("--method awq --bits 8", "--bits: must be 4 with awq, is 8"),
-        ("--method gptq --bits 3", "--bits: must be 4 or 8 with gptq, is 3"),
-        ("--method w8a8 --group-size 128", "--group-size: w8a8 has one scale per output: remove the option"),
-        ("--method wint4 --group-size 12", "--group-size: must be a multiple of 8, or -1, is 12"),
-        ("--method awq --rotation 64", "--rotation: must be 0 with awq; methods with rotation are wint8, wint4"),
-        ("--method gptq --rotation 48", "--rotation: must be a power of two from 2 to 64, or 0, is 48"),
-        ("--method awq --calib-size 0", "--calib-size: must be at least 1, is 0"),
-        ("--method smoothquant --smoothing-strength 2", "--smoothing-strength: must be from 0 to 1, is 2.0"),
+        ("--method awq --bits 8", "--bits: is 8; it must be 4 with awq"),
+        ("--method gptq --bits 3", "--bits: is 3; it must be 4 or 8 with gptq"),
+        (
+            "--method w8a8 --group-size 128",
+            "--group-size: is 128, but w8a8 has one scale per output: remove the",
+        ),
+        ("--method wint4 --group-size 12", "--group-size: is 12; it must be a multiple of 8, or -1"),
+        ("--method awq --rotation 64", "--rotation: is 64; it must be 0 with awq. Methods with rotation: wint8, wint4"),
+        ("--method gptq --rotation 48", "--rotation: is 48; it must be a power of two from 2 to 64, or 0"),
+        ("--method awq --calib-size 0", "--calib-size: is 0; it must be at least 1"),
+        ("--method smoothquant --smoothing-strength 2", "--smoothing-strength: is 2.0; it must be from 0 to 1"),
         ("--method awq --calib-dataset cnn_dailymail", "--calib-dataset: cnn_dailymail does not exist: name a file"),
-        ("--method awq --output-dir FULL", "is not empty (it contains file): use an empty or new folder, or delete it"),
-        ("--method awq --output-dir MODEL", "contains another checkpoint: use an empty or new folder"),
+        (
+            "--method awq --output-dir FULL",
+            "is not empty (it contains file): name an empty or new folder, or delete",
+        ),
+        (
+            "--method awq --output-dir MODEL",
+            "a checkpoint without a quantization_report.json: name an empty or new",
+        ),
         ("--method awq --output-dir FULL/file", "cannot write to"),
     ],
 )
@@ -511,11 +520,11 @@ def test_texts_are_read_from_every_kind_of_record(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.jsonl", b"{", "line 1 of .*a.jsonl is not JSON"),
-        ("a.jsonl", b'{"text": 1}', "record 1 of .*a.jsonl has none of the fields text, messages, prompt"),
-        ("a.jsonl", b'{"messages": ["x"]}', "has none of the fields text, messages, prompt"),
+        ("a.jsonl", b'{"text": 1}', "record 1 of .*a.jsonl has no valid field of text, messages, prompt"),
+        ("a.jsonl", b'{"messages": ["x"]}', "has no valid field of text, messages, prompt"),
         ("a.jsonl", b'{"messages": [{"role": 3}]}', "the chat template cannot render a record"),
         ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
-        ("a.txt", b"", "contains no text"),
+        ("a.txt", b"", "has fewer than 2 tokens of text"),
         ("a.parquet", b"PAR1", "pyarrow|cannot be read as Parquet"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: weights against the formats' definitions, models against transformers on those weights."""
+"""Quantized checkpoints: weights compared with the formats' definitions, models with transformers on these weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dequantized_weights_equal_format_definition(kind: str, tmp_path: Path) -> None:
-    """Bit-exact, also if only a range of the outputs is read."""
+    """The bits are equal, also if only a range of the outputs is read."""
     model = quantize(tmp_path, KINDS[kind])
     checkpoint, found = open_checkpoint(tmp_path), 0
     for name, expected in model.state_dict().items():
@@ -84,8 +84,8 @@ def test_quantization_files_of_autogptq_and_autoawq_are_read(kind: str, file: st
 
 @pytest.mark.parametrize("in_config", [False, True])
 def test_fp8_checkpoint_of_model_optimizer_matches_transformers(in_config: bool, tmp_path: Path) -> None:
-    """One scale per matrix; the scale of its inputs is ignored. ``hf_quant_config.json`` or ``config.json`` names the
-    algorithm."""
+    """The checkpoint has one scale per matrix; input scales are ignored. ``hf_quant_config.json`` or ``config.json``
+    names the algorithm."""
     model = save(LlamaConfig(**SIZES), tmp_path)
     tensors = {}
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
@@ -116,7 +116,9 @@ def test_fp8_checkpoint_of_model_optimizer_matches_transformers(in_config: bool,
         logprobs = model.float()(torch.tensor([prompt])).logits[0].log_softmax(-1)
     torch.testing.assert_close(torch.tensor(found), logprobs[range(len(prompt) - 1), prompt[1:]], atol=1e-3, rtol=0)
     describe(quant_algo="NVFP4")
-    with pytest.raises(PenstockError, match=r"quant_algo 'NVFP4' of Model Optimizer is not supported; FP8 is"):
+    with pytest.raises(
+        PenstockError, match=r"quant_algo 'NVFP4' of Model Optimizer is not supported; use an FP8 checkpoint"
+    ):
         read_config(tmp_path)
 
 
@@ -145,7 +147,7 @@ ON_CPU += ["fp8 blocks", "bitsandbytes nf4", "bitsandbytes int8"]
     ("kind", "backend"), [*((kind, "reference") for kind in KINDS), *((kind, "cpu") for kind in ON_CPU)]
 )
 def test_quantized_model_matches_transformers_on_dequantized_weights(kind: str, backend: str, tmp_path: Path) -> None:
-    """Greedy tokens and log probabilities, in float32. If the backend multiplies the stored integers with 8-bit
+    """Compares greedy tokens and log probabilities in float32. If the backend multiplies the stored integers with 8-bit
     activations, the activations of transformers are rounded in the same way."""
     if backend == "cpu":
         pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
@@ -173,7 +175,7 @@ def test_quantized_model_matches_transformers_on_dequantized_weights(kind: str, 
         ]
         differences += [abs(float(expected) - logprob) for expected, logprob in found]
     assert len(differences) > 90
-    if rounds_activations:  # halfway between two integers, either may result, and later values differ
+    if rounds_activations:  # values halfway between two integers may be rounded differently, which changes later values
         assert sum(differences) / len(differences) < 0.03
     else:
         assert max(differences) < 1e-4
@@ -223,7 +225,7 @@ def test_two_ranks_generate_the_same_as_one(kind: str, tmp_path: Path) -> None:
 
 
 def test_rank_split_within_multiplied_blocks_is_refused(tmp_path: Path) -> None:
-    """A backend that dequantizes the blocks may split anywhere."""
+    """A backend that dequantizes the blocks may split them anywhere."""
     model = quantize(tmp_path, KINDS["fp8 blocks"])
     name, shard = "model.layers.0.mlp.up_proj", Shard(48, 96, 96)
 
@@ -260,7 +262,9 @@ def test_float16_checkpoint_generates_the_same_from_weight_cache(tmp_path: Path)
         ("bitsandbytes nf4", "w4a8", False),
     ],
 )
-def test_quantization_option_on_quantized_checkpoint(kind: str, quantization: str, kept: bool, tmp_path: Path) -> None:
+def test_quantization_option_keeps_stored_integers_of_equal_bits(
+    kind: str, quantization: str, kept: bool, tmp_path: Path
+) -> None:
     """A scheme with the checkpoint's number of bits keeps the stored integers and sets only the activations. Other
     schemes round the weights as in an unquantized checkpoint."""
     model = quantize(tmp_path, KINDS[kind])
@@ -276,7 +280,7 @@ def test_quantization_option_on_quantized_checkpoint(kind: str, quantization: st
         weight = weight.bfloat16()
         expected = ops.reference.linear(x, ops.reference.pack([weight], None, scheme.layers))
     else:
-        size = context.weights.format_of(name).group_size  # also of the activations
+        size = context.weights.format_of(name).group_size  # activations have the same group size
         given = rounded(x.float(), "int8", size) if scheme.layers.activation_bits else x.float()
         expected = torch.nn.functional.linear(given, weight).bfloat16()
     torch.testing.assert_close(matrix.linear(x), expected)
@@ -329,7 +333,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (ct_config("pack-quantized", {}) | {"config_groups": {}}, "no group with a weights scheme"),
     ({"quant_method": "fp8", "activation_scheme": "per_head"}, "activation_scheme 'per_head'"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
-    ({"quant_method": "fp8", "weight_block_size": [128, -1]}, "-1, not an integer from 1"),
+    ({"quant_method": "fp8", "weight_block_size": [128, -1]}, "-1; it must be an integer from 1"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "af4"}, "bitsandbytes in 'af4'"),
     ({"quant_method": "bitsandbytes"}, "must set exactly one of load_in_4bit"),
 ]
@@ -337,7 +341,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("config", "message"), REFUSED)
 def test_unsupported_quantization_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """``config.json`` suffices: there are no weights."""
+    """The checkpoint has only ``config.json``, and no weights."""
     LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
@@ -356,8 +360,8 @@ def test_notes_name_differences_from_the_scheme() -> None:
 
 
 def test_each_module_gets_its_quantization_scheme(tmp_path: Path) -> None:
-    """compressed-tensors: by the module's name, else by a pattern, else by its class; ignored modules keep their dtype.
-    Also with the early name ``compression_config``. GPTQ: settings per module (``dynamic``)."""
+    """compressed-tensors selects the scheme by the module's name, or by a pattern, or by the module's class; ignored
+    modules keep their dtype. ``compression_config`` is an early name. GPTQ has settings per module (``dynamic``)."""
     kinds = [
         KINDS["compressed-tensors w4a16"],
         KINDS["compressed-tensors w8a8"],
@@ -397,7 +401,7 @@ def test_each_module_gets_its_quantization_scheme(tmp_path: Path) -> None:
 
 
 class Names:
-    """A ``TensorSource`` with names of tensors, but no data."""
+    """A ``TensorSource`` with names of tensors, and without data."""
 
     def __init__(self, names: set[str]) -> None:
         self.names = names
@@ -413,7 +417,7 @@ class Names:
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("awq g32", 6), ("gptq", 4.5), ("compressed-tensors w8a8", 8.5)])
-def test_weight_bytes_of_quantized_model(kind: str, bits: float, tmp_path: Path) -> None:
+def test_planned_weight_bytes_count_scales_and_offsets(kind: str, bits: float, tmp_path: Path) -> None:
     """Scales of 4 bits without offsets are counted as float16, other scales and offsets as float32."""
     quantize(tmp_path, KINDS[kind])
     size = model_size_of(json.loads((tmp_path / "config.json").read_text()))

@@ -1,4 +1,4 @@
-"""Checkpoints written by other quantization tools: dequantized weights equal those of the tool."""
+"""Checkpoints written by other quantization tools: dequantized weights equal the tool's dequantized weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def interpreter(tool: str) -> Path:
 
 @pytest.mark.parametrize("maker", ["bitsandbytes", "llmcompressor", "gptqmodel", "awq"])
 def test_dequantized_weights_equal_the_tools_output(maker: str, tmp_path: Path) -> None:
-    """Bit-exact in the dtype in which the tool returns them; bitsandbytes' int8 up to the rounding of float32."""
+    """The bits are equal in the tool's output dtype; for bitsandbytes' int8, up to the rounding of float32."""
     source, target = tmp_path / "source", tmp_path / "target"
     target.mkdir()
     if maker == "awq":

@@ -1,4 +1,4 @@
-"""Real models against transformers and sentence-transformers, in float32 (``make thorough``)."""
+"""Real models in float32, compared with transformers and sentence-transformers (``make thorough``)."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ PROMPTS = [
     "水 means water, 火 means",
 ]
 LIMIT = 1e-4
-"""Largest allowed difference of a log probability from that of transformers."""
+"""Maximum difference between log probabilities of Penstock and transformers."""
 SENTENCES = ["A dog runs in the park.", "A puppy is running outside.", "The stock market fell.", "dogs " * 300, "x"]
 
 
 def check(outputs: list[RequestOutput], library: PreTrainedModel, limit: float) -> None:
-    """Compare log probabilities with transformers, and greedy tokens with its likeliest ones, except ties.
+    """Compare log probabilities with transformers', and greedy tokens with its likeliest tokens, except ties.
 
     Args:
-        limit: largest allowed difference of a log probability.
+        limit: maximum difference of a log probability.
     """
     largest = 0.0
     for output in outputs:
@@ -100,7 +100,9 @@ def test_embeddings_match_sentence_transformers() -> None:
     for output, vector in zip(outputs, expected, strict=True):
         assert output.outputs.embedding == pytest.approx(vector.tolist(), abs=2e-5)
     vectors = np.array([output.outputs.embedding for output in outputs])
-    assert vectors[0] @ vectors[1] > 0.4 > 0.2 > vectors[0] @ vectors[2]  # similar, and unrelated
+    assert (
+        vectors[0] @ vectors[1] > 0.4 > 0.2 > vectors[0] @ vectors[2]
+    )  # the first two texts are similar, the third is unrelated
 
 
 def test_transcription_matches_transformers() -> None:

@@ -1,4 +1,4 @@
-"""Registered model families: their reader of ``config.json`` and their attention factory, through ``LLM``."""
+"""Registered model families in ``LLM``: their reader of ``config.json``, and their attention factory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def full_attention_every_nth(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def fewer_kv_heads_later(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
-    """The first layer has all KV heads, later layers half of them."""
+    """Attention factory: the first layer has all KV heads, later layers have half of them."""
     config = replace(config, num_kv_heads=config.num_kv_heads if layer == 0 else config.num_kv_heads // 2)
     return grouped_query_attention(context, config, layer, name)
 
@@ -105,5 +105,5 @@ def test_layers_may_have_different_numbers_of_kv_heads(families: None, tmp_path:
 def test_unknown_architecture_is_refused(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL), tmp_path)
     as_architecture(tmp_path, "MixedForCausalLM")
-    with pytest.raises(PenstockError, match=r"architecture MixedForCausalLM is not supported; supported are Bert"):
+    with pytest.raises(PenstockError, match=r"architecture MixedForCausalLM is not supported; supported: Bert"):
         tokens(tmp_path)

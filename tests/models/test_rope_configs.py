@@ -1,4 +1,4 @@
-"""Rotary embedding in all spellings of ``config.json``: the tables of transformers, or a one-sentence error."""
+"""Rotary embedding in all spellings of ``config.json``: the tables equal transformers', or an error is raised."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.models import read_config
 DRAWS = int(os.environ.get("PENSTOCK_ROPE_DRAWS", "1000"))
 """Number of configurations per model type in the thorough test."""
 BY_KIND = ("gemma3_text", "olmo3")
-"""Model types whose rotary embedding differs between layer types."""
+"""Model types with different rotary embeddings per layer type."""
 
 
 def check(model_type: str, seed: int, folder: Path) -> str:
@@ -64,7 +64,7 @@ def test_rope_tables_of_many_drawn_configs_equal_transformers(model_type: str, t
 
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
 def test_trained_length_outside_the_rope_object_is_read(place: str, tmp_path: Path) -> None:
-    """YaRN with ``original_max_position_embeddings`` at the top of ``config.json``."""
+    """Tests YaRN with ``original_max_position_embeddings`` at the top level of ``config.json``."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64}
     rope = {place: {"rope_type": "yarn", "factor": 4.0}}
     config = {"model_type": "llama", **sizes, **rope, "original_max_position_embeddings": 16}
@@ -86,7 +86,7 @@ def test_trained_length_outside_the_rope_object_is_read(place: str, tmp_path: Pa
         ),
         ({"rope_type": "axial"}, "rope_type 'axial' is not supported; supported are default"),
         ({"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"rope_type": 5}, "rope_type is 5, and has to be a non-empty string"),
+        ({"rope_type": 5}, "rope_type is 5; it must be a non-empty string"),
         ("yarn", "invalid value"),
         ({"full_attention": {"rope_type": "default"}}, "nested by layer type"),
     ],

@@ -34,9 +34,9 @@ ENCODERS = {
     "modernbert": "ModernBertModel",
 }
 VALUES = {"v_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
-"""Matrices that compute values, or latent vectors in their place."""
+"""Matrices that compute values, or in latent attention the latent vectors."""
 FUSED = {"c_attn", "query_key_value"}
-"""Queries, keys and values in one matrix."""
+"""Matrices that compute queries, keys and values together."""
 OF_TRANSFORMERS = (
     "ApertusForCausalLM",
     "GPT2LMHeadModel",
@@ -51,7 +51,7 @@ OF_TRANSFORMERS = (
 
 @dataclass(frozen=True)
 class Built:
-    """A matrix of a layer, as the layer requests it from ``BuildContext``."""
+    """A matrix that a layer has requested from ``BuildContext``."""
 
     name: str
     outputs: int
@@ -61,7 +61,7 @@ class Built:
 
 @dataclass(frozen=True)
 class RecordingContext(BuildContext):
-    """Records the format of each matrix of the layers."""
+    """``BuildContext`` that records the format of each matrix of the layers."""
 
     built: list[Built] = field(default_factory=list)
 
@@ -131,7 +131,7 @@ def test_sensitive_matrices_of_encoders_have_8_bits(family: str, tmp_path: Path)
 
 
 def test_stored_4_bit_integers_keep_4_bits() -> None:
-    """Other stored formats are dequantized and rounded to 8 bits."""
+    """Weights in other stored formats are dequantized, and rounded to 8 bits."""
     scheme = SCHEMES["w4a8"]
     assert scheme.sensitive
     assert scheme.kept(scheme.sensitive, Format(4, 32, asymmetric=True)) == scheme.layers

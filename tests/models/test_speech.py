@@ -1,4 +1,4 @@
-"""Transcription: features, tokens and windows against transformers; refused requests; OpenAI's endpoints."""
+"""Transcription: features, tokens and windows compared with transformers; refused requests; OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def encoded(samples: np.ndarray, kind: str, codec: str, rate: int) -> bytes:
 
 
 def test_audio_files_are_decoded() -> None:
-    """Lossless formats are read bit-exactly; others have about the same length."""
+    """Lossless formats are decoded to equal samples; lossy formats have about the same length."""
     samples = sound(2)
     flac = encoded(samples, "flac", "flac", RATE)
     for file in (wav(samples), wav(samples, channels=2), flac):
@@ -137,7 +137,7 @@ def test_wav_is_decoded_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokens_match_transformers(engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
-    """In one batch: with and without timestamps, detected and given languages, and a prompt."""
+    """One batch has requests with and without timestamps, with detected and given languages, and with a prompt."""
     folder, model = pair
     cases: list[tuple[float, str, str, bool]] = [
         (5, "", "", False),
@@ -229,7 +229,7 @@ def logprobs(engine: Engine, audio: AudioInput, prompt: list[int]) -> list[float
 
 @pytest.mark.parametrize(("bins", "tied"), [(80, True), (128, False)])
 def test_logprobs_match_transformers(tmp_path: Path, bins: int, tied: bool) -> None:
-    """In float32 within 2e-5; in bfloat16 with an error near that of transformers."""
+    """The difference is at most 2e-5 in float32; in bfloat16, the error is near transformers' error."""
     model = save_random(tmp_path, 7, bins, tied)
     prompt = np.random.default_rng(1).integers(4, 250, 60).tolist()
     features = LogMelFeatures(feature_size=bins, chunk_length=SECONDS)(sound(5, 2))
@@ -254,7 +254,7 @@ def expected_logprobs(model: WhisperForConditionalGeneration, features: np.ndarr
 
 
 def test_tokens_do_not_depend_on_the_batch(engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
-    """Alone, and together with so few blocks that some are preempted."""
+    """Requests run alone, and together with too few KV blocks, so that some are preempted."""
     folder, _ = pair
     few = Engine(EngineOptions(model=str(folder), dtype="float32", **OPTIONS | {"num_gpu_blocks_override": 6}))
     seeds = range(5)
@@ -313,7 +313,7 @@ def test_response_formats_have_text_segments_and_times(
 def test_words_contain_all_text_of_the_segments(
     client: openai.OpenAI, pair: tuple[Path, WhisperForConditionalGeneration]
 ) -> None:
-    """In order, over all windows."""
+    """The words are in the order of the text, over all windows."""
     file = ("sound.wav", wav(sound(14, 5)))
     options = {"file": file, "model": "default", "language": "zh", "response_format": "verbose_json"}
     create = client.audio.transcriptions.create
@@ -407,7 +407,7 @@ def test_english_only_model_refuses_translation_and_languages(tmp_path: Path) ->
 
 @pytest.mark.parametrize("missing", [("lang_to_id",), ("lang_to_id", "task_to_id"), ()])
 def test_languages_are_read_from_the_tokenizer(tmp_path: Path, missing: tuple[str, ...]) -> None:
-    """In checkpoints from before transformers wrote languages to the generation config."""
+    """In early checkpoints, the generation config has no languages."""
     save_random(tmp_path)
     path = tmp_path / "generation_config.json"
     given = json.loads(path.read_text())

@@ -1,5 +1,5 @@
-"""``tie_word_embeddings``: as in transformers, a stored language model head that differs from the embedding is used,
-whatever the flag is. The memory plan counts it."""
+"""Tied embeddings: as in transformers, a stored LM head that differs from the embedding is used for any value of
+``tie_word_embeddings``. The memory plan counts such a head."""
 
 from __future__ import annotations
 

@@ -37,14 +37,14 @@ RUN = [
     "YoutuForCausalLM",
 ]
 REFUSED = {
-    "BloomForCausalLM": "compute with the attention mask themselves",
+    "BloomForCausalLM": "do arithmetic with the attention mask",
     "FalconForCausalLM": "supports no other attention implementation",
-    "Lfm2MoeForCausalLM": r"more than keys and values \(LinearAttentionLayer\)",
-    "MambaForCausalLM": r"more than keys and values \(it is stateful\)",
+    "Lfm2MoeForCausalLM": r"other than keys and values \(LinearAttentionLayer\)",
+    "MambaForCausalLM": r"other than keys and values \(_is_stateful\)",
     "MBartForCausalLM": "ignores position_ids",
-    "MoshiForCausalLM": "masks have other sliding windows than its KV cache",
+    "MoshiForCausalLM": "sliding windows of its masks differ from those of its KV cache",
     "RobertaForCausalLM": "its positions do not start at 0",
-    "XLMWithLMHeadModel": "does not go through the attention interface",
+    "XLMWithLMHeadModel": "does not use the attention interface",
 }
 
 
@@ -54,7 +54,8 @@ def checkpoint(architecture: str, folder: Path, **more: Any) -> PreTrainedModel:
 
 @pytest.mark.parametrize("architecture", RUN)
 def test_tokens_and_logprobs_match_transformers(architecture: str, tmp_path: Path) -> None:
-    """In a batch, in chunks, with cached prefixes and preemption; transformers alone runs one sequence at a time."""
+    """Penstock runs a batch, in chunks, with cached prefixes and preemption; transformers alone runs one sequence at a
+    time."""
     model = checkpoint(architecture, tmp_path)
     llm = LLM(tmp_path, **OPTIONS)
     found = compare(llm, model)
@@ -78,7 +79,7 @@ def test_table_of_architectures_is_up_to_date() -> None:
 
 
 def test_longrope_with_reference_ops_matches_transformers(tmp_path: Path) -> None:
-    """The factors are fixed at load; transformers uses the same for prompts longer than the trained length."""
+    """The factors are fixed at load; transformers uses the same factors for prompts longer than the trained length."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": 64}
     rope = {"rope_type": "longrope", "rope_theta": 10_000.0, **factors}
     model = checkpoint("Phi3ForCausalLM", tmp_path, rope_parameters=rope)
@@ -152,7 +153,7 @@ def test_unknown_architecture_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for architecture in ("Qwen99ForCausalLM", "T5ForConditionalGeneration"):
         config |= {"architectures": [architecture], "auto_map": {"AutoModelForCausalLM": "modeling.Qwen99"}}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        (tmp_path / "modeling.py").write_text("raise SystemExit")  # no code of a checkpoint is run
+        (tmp_path / "modeling.py").write_text("raise SystemExit")  # exits if code of the checkpoint runs
         for model_impl, known in {"auto": " is not .*", "transformers": ": "}.items():
             message = (
                 f"architecture {architecture}{known}transformers {transformers.__version__} has no causal language"
@@ -179,7 +180,7 @@ def test_unsupported_option_is_refused_before_reading_weights(tmp_path: Path) ->
     ("name", "value", "message"),
     [
         ("hidden_size", 65, "hidden_size|divisible"),
-        ("hidden_size", "x", "hidden_size is 'x', and has to be a whole number"),
+        ("hidden_size", "x", "hidden_size is 'x'; it must be a whole number"),
         ("intermediate_size", 97, "in another shape"),
         ("num_hidden_layers", 4, "lacks model.layers.3"),
         ("quantization_config", {"quant_method": "gptq", "bits": 4}, "needs unquantized weights"),
@@ -195,8 +196,8 @@ def test_broken_checkpoint_is_refused(tmp_path: Path, name: str, value: object, 
         LLM(tmp_path, **OPTIONS)
 
 
-def test_update_weights_and_dummy_weights(tmp_path: Path) -> None:
-    """Weights of another folder, and random ones of a folder without weights."""
+def test_updated_and_dummy_weights_are_used(tmp_path: Path) -> None:
+    """Loads weights of another folder, and random weights for a folder without weights."""
     model = checkpoint("StableLmForCausalLM", tmp_path)
     llm, other = LLM(tmp_path, **OPTIONS), tmp_path / "other"
     shutil.copytree(tmp_path, other, ignore=shutil.ignore_patterns("other"))

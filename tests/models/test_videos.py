@@ -1,4 +1,4 @@
-"""Videos in prompts: frames, pixels, positions and tokens against transformers; refused requests; dialects."""
+"""Videos in prompts: frames, pixels, positions and tokens compared with transformers; refused requests; dialects."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def plain(*colours: str) -> np.ndarray:
 
 
 def encoded(pictures: np.ndarray, fps: int = 2, codec: str = "libx264", kind: str = "mp4") -> bytes:
-    """A video file."""
+    """Encode pictures as a video file."""
     file = io.BytesIO()
     with av.open(file, "w", format=kind) as container:
         stream = container.add_stream(codec, rate=fps)
@@ -126,7 +126,7 @@ def test_numbers_of_sampled_frames_match_transformers(pair: tuple[Path, PreTrain
 
 @torch.inference_mode()
 def table(model: PreTrainedModel, tokens: list[int], videos: list[np.ndarray], fps: float, image: Any) -> torch.Tensor:
-    """Log probabilities by transformers after each token."""
+    """transformers' log probabilities after each token, ``[tokens, vocabulary]``."""
     ids = torch.tensor([tokens])
     processed = [video_library.process(model, video, fps, return_tensors="pt") for video in videos]
     inputs = {name: torch.cat([each[name] for each in processed]) for name in ("pixel_values_videos", "video_grid_thw")}
@@ -138,7 +138,7 @@ def table(model: PreTrainedModel, tokens: list[int], videos: list[np.ndarray], f
 
 
 def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[Path, PreTrainedModel]) -> None:
-    """In a batch, in chunks that split frames, with an image, and again from the prefix cache."""
+    """Prompts run in a batch, in chunks that split frames, with an image, and again from the prefix cache."""
     folder, model = pair
     shown = [[frames(0, 8, 40, 64)], [frames(1, 6, 64, 48), frames(2, 9, 48, 32)]]
     image, fps = noise(5, 24, 40), 4.0
@@ -185,7 +185,7 @@ def test_transposed_experts_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ids", [False, True])
 def test_timestamps_of_frames_match_transformers(tmp_path: Path, ids: bool) -> None:
-    """Qwen3-VL: the time of each pair of frames precedes it as text."""
+    """In Qwen3-VL, the time of each pair of frames is text before the frames."""
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
     checkpoints.save_random(checkpoints.qwen3_vl(), tmp_path)
@@ -220,7 +220,7 @@ def test_text_after_long_video_continues_at_the_largest_position() -> None:
 
 
 def test_prefix_cache_distinguishes_times_of_frames(tmp_path: Path) -> None:
-    """Equal frames at other times are another prompt, but are encoded only once."""
+    """Equal frames at other times are a different prompt, but are encoded only once."""
     checkpoints.save_random(checkpoints.qwen2_5_vl(), tmp_path)
     llm = LLM(tmp_path, **SMALL)
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
@@ -305,7 +305,7 @@ def test_invalid_videos_of_python_prompts_are_refused(colours: Path) -> None:
     llm = LLM(colours, max_model_len=128, limit_mm_per_prompt={"video": 1}, **SMALL)
     video = plain("red", "red")
     wrong: list[tuple[dict[str, Any], str]] = [
-        (prompt([], videos=[video, video]), r"videos: the prompt has 2, and at most 1 are allowed"),
+        (prompt([], videos=[video, video]), r"videos: the prompt has 2 videos, and at most 1 are allowed"),
         (
             prompt([], videos=[video]) | {"prompt_token_ids": [5]},
             "videos: the prompt has 0 placeholders for 1 videos",
@@ -327,7 +327,7 @@ def test_invalid_videos_of_python_prompts_are_refused(colours: Path) -> None:
 
 
 def test_positions_beyond_the_context_are_refused(tmp_path: Path) -> None:
-    """Qwen2.5-VL: few frames over a long time are few tokens at distant positions."""
+    """In Qwen2.5-VL, a few frames over a long time are few tokens with distant positions."""
     checkpoints.save_random(checkpoints.qwen2_5_vl(), tmp_path)
     llm = LLM(tmp_path, max_model_len=128, **SMALL)
     video = frames(0, 4, 16, 16)
@@ -370,7 +370,7 @@ def test_answer_depends_on_the_order_of_frames(server: Served, names: tuple[str,
     body = {"messages": user(part), "max_tokens": 1, "temperature": 0}
     for kwargs in ({"media_io_kwargs": {"video": {"num_frames": 2}}}, {"mm_processor_kwargs": {"num_frames": 2}}):
         reply = httpx.post(f"{server.url}/chat/completions", json=body | kwargs).json()
-        assert reply["choices"][0]["message"]["content"] in names[:2]  # frames 0 and 3, together
+        assert reply["choices"][0]["message"]["content"] in names[:2]  # frames 0 and 3 are encoded together
         assert reply["usage"]["prompt_tokens"] < answer.usage.prompt_tokens
 
 
@@ -380,7 +380,7 @@ def test_invalid_video_request_is_refused_with_status_400(server: Served) -> Non
         ({"messages": user({"type": "video_url", "video_url": {"url": data_url(b"x")}})}, "is damaged"),
         ({"messages": user({"type": "video_url", "video_url": {}})}, "video_url.url: is missing"),
         ({"messages": user({"type": "video_url", "video_url": {"url": "http://10.0.0.1/"}})}, "is not allowed"),
-        ({"messages": user(part, part, part)}, "videos: the prompt has 3, and at most"),
+        ({"messages": user(part, part, part)}, "videos: the prompt has 3 videos, and at most"),
         ({"messages": user(part), "media_io_kwargs": {"audio": {}}}, "media_io_kwargs: 'audio' is not supported"),
     ]
     for body, message in refused:

@@ -1,4 +1,4 @@
-"""Families with a vision transformer and a projector, against transformers."""
+"""Families with a vision transformer and a projector, compared with transformers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def saved(
 
 
 def prompt(family: str, images: list[Image.Image], seed: int = 0, text: int = 30, **kwargs: Any) -> dict[str, Any]:
-    """A random text with line feeds and images in it."""
+    """A prompt of random text with line feeds and images."""
     rng = Random(seed)
     words = [rng.choice(("a", "bc ", "\n", "d\n\n")) for _ in range(text)]
     for _ in images:
@@ -59,7 +59,8 @@ def prompt(family: str, images: list[Image.Image], seed: int = 0, text: int = 30
 def table(
     family: str, model: PreTrainedModel, given: dict[str, Any], generated: list[int]
 ) -> tuple[list[int], torch.Tensor]:
-    """The prompt's tokens by transformers, and its log probabilities after each of these and each generated token."""
+    """transformers' tokens of the prompt, and its log probabilities after each prompt token and each generated
+    token."""
     images = given.get("multi_modal_data", {}).get("image", [])
     tokenizer = checkpoints.tokenizer_of(family)
     kwargs = given.get("mm_processor_kwargs", {})
@@ -75,20 +76,20 @@ def table(
 
 
 def best(family: str, logprobs: torch.Tensor, prompt: list[int]) -> list[int]:
-    """The likeliest token at each generated position, of all tokens but image marks."""
+    """The likeliest token at each generated position, except image marks."""
     first = FAMILIES[family].id(FAMILIES[family].marks[0])
     return logprobs[len(prompt) - 1 : -1, :first].argmax(-1).tolist()
 
 
 def no_marks(family: str, **options: Any) -> SamplingParams:
-    """Greedy sampling without image marks, which transformers would take for an image's."""
+    """Greedy sampling without image marks, which transformers would read as an image."""
     first = FAMILIES[family].id(FAMILIES[family].marks[0])
     return SamplingParams(temperature=0, logit_bias={token: -100.0 for token in range(first, 300)}, **options)
 
 
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 def test_logprobs_and_greedy_tokens_match_transformers(saved: Saved, ops: str) -> None:
-    """In a batch with texts, in chunks, and again from the prefix cache."""
+    """Prompts run in a batch with texts, in chunks, and again from the prefix cache."""
     if ops == "cpu":
         pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     family, folder, model = saved
@@ -114,7 +115,7 @@ def test_logprobs_and_greedy_tokens_match_transformers(saved: Saved, ops: str) -
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drawn_configs_match_transformers(family: str, tmp_path: Path) -> None:
-    """Error against transformers in float64: at most 2e-5, or twice that of transformers in float32."""
+    """The error relative to transformers in float64 is at most 2e-5, or twice the error of transformers in float32."""
     rng = Random(family)
     for number in range(DRAWS):
         folder = tmp_path / str(number)
@@ -138,7 +139,7 @@ def test_drawn_configs_match_transformers(family: str, tmp_path: Path) -> None:
 
 
 def logprobs_of_prompt(output: Any, family: checkpoints.Family) -> list[tuple[int, float]]:
-    """Log probability of each prompt token that is no image mark, with the position before it."""
+    """Previous position and log probability of each prompt token that is not an image mark."""
     pairs = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
     first = family.id(family.marks[0])
     return [(i, entries[token].logprob) for i, (token, entries) in enumerate(pairs) if token < first and entries]
@@ -175,7 +176,7 @@ def test_planned_vision_weights_equal_the_matrices_in_use(saved: Saved) -> None:
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "transparent RGBA", "transparent P"])
 def test_preprocessing_matches_transformers(saved: Saved, mode: str) -> None:
-    """Pixels, in the processor's order of tiles."""
+    """Compares pixels, in the order of the processor's tiles."""
     family, folder, model = saved
     for kwargs in FAMILIES[family].kwargs:
         processor = InputProcessor(folder, ModelOptions(mm_processor_kwargs=json.dumps(kwargs)))
@@ -187,11 +188,11 @@ def test_preprocessing_matches_transformers(saved: Saved, mode: str) -> None:
             theirs = FAMILIES[family].image_processor(model, kwargs)(images=[image], return_tensors="np")
             expected = np.asarray(theirs["pixel_values"]).reshape(-1, *found.shape[1:])
             np.testing.assert_allclose(found, expected[: len(found)], rtol=0, atol=1e-6)
-            assert not expected[len(found) :].any()  # padding by transformers
+            assert not expected[len(found) :].any()  # transformers pads with zeros
 
 
 def pixels(image: ImageInput) -> np.ndarray:
-    """``[tiles, 3, height, width]`` float32, normalized."""
+    """Normalized pixels of an image, ``[tiles, 3, height, width]`` float32."""
     raw = np.frombuffer(image.pixels, np.uint8).reshape(image.tiles, image.height, image.width, 3)
     scaled = (raw.astype(np.float64) / 255).astype(np.float32)
     normalized = (scaled - np.float32(image.mean)) / np.float32(image.std)
@@ -211,7 +212,7 @@ def test_placeholder_of_chat_template_expands_as_in_transformers(saved: Saved) -
 
 
 def test_outputs_do_not_depend_on_the_batch(saved: Saved) -> None:
-    """Alone and together, in chunks of any size, with preemption, and with steps in flight."""
+    """Requests run alone and together, in chunks of any size, with preemption, and with steps in flight."""
     family, folder, _ = saved
     processor, rng = InputProcessor(folder, ModelOptions()), Random(family)
     requests = []
@@ -249,10 +250,10 @@ def test_outputs_do_not_depend_on_the_batch(saved: Saved) -> None:
 
 
 def test_checkpoint_of_earlier_transformers_is_read(saved: Saved, tmp_path: Path) -> None:
-    """Names of encoder tensors have one more level, and ``config.json`` lacks usual fields."""
+    """Names of encoder tensors have an additional level, and ``config.json`` lacks several fields."""
     family, folder, _ = saved
     if family not in ("gemma3", "llava", "llava-onevision"):
-        pytest.skip("its files never had another layout")
+        pytest.skip(f"earlier versions of transformers saved {family} in the same layout")
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tensors = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Access to routes: cross-site requests, DNS rebinding, admin API keys, and separation of API keys."""
+"""Access to routes: cross-site requests, DNS rebinding, admin API keys, and separate data per API key."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ OPEN = {
         for rest in ("", "/config", "/ready", "/stats", "/infer", "/generate", "/generate_stream")
     ),
 }
-"""Paths that pages of other sites may call. All others are private or change the server."""
+"""Paths that pages of other sites may call. All other paths are private or change the server."""
 
 
 @pytest.fixture(scope="module")
 def served(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """Server with every optional route and without API keys."""
+    """Server with all optional routes and without API keys."""
     folder = str(tmp_path_factory.mktemp("kept"))
     flags = ("--server-dev-mode", "--allow-runtime-lora-updating", "--enable-lora", "--storage-dir", folder)
     return servers.get("--num-gpu-blocks-override", "200", *flags, "--allowed-origins", "*,https://friend.example")
@@ -68,7 +68,7 @@ def operations(client: httpx.Client) -> list[tuple[str, str]]:
 
 
 def ask(client: httpx.Client, method: str, path: str, **headers: str) -> httpx.Response:
-    """Send a request that a page could send without a preflight request."""
+    """Send a request that a web page can send without a CORS preflight request."""
     with client.stream(
         method,
         re.sub(r"\{\w+\}", "nothing", path),
@@ -107,7 +107,7 @@ ALLOWED: dict[str, dict[str, str]] = {
 }
 
 
-def test_every_route_is_classified(operations: list[tuple[str, str]]) -> None:
+def test_open_paths_are_in_openapi_document(operations: list[tuple[str, str]]) -> None:
     known = {path for _, path in operations} | {f"{method} {path}" for method, path in operations}
     assert known >= OPEN
     assert len(operations) > 110
@@ -129,7 +129,7 @@ def test_foreign_page_cannot_call_private_routes(
 def test_allowed_pages_and_programs_call_private_routes(
     served: Served, client: httpx.Client, operations: list[tuple[str, str]], name: str
 ) -> None:
-    """Only routes that change nothing here, or refuse the body."""
+    """The requests are limited to routes that change nothing here or that reject the body."""
     port = served.root.rpartition(":")[2]
     headers = {key: value.replace("PORT", port) for key, value in ALLOWED[name].items()}
     names = ("abort", "shared", "files", "batches", "conversations", "lora", "logging", "info")
@@ -139,8 +139,8 @@ def test_allowed_pages_and_programs_call_private_routes(
 
 
 @pytest.mark.parametrize("path", ["/clear_load_weight", "/update_model_weight"])
-def test_image_request_of_foreign_page_changes_nothing(client: httpx.Client, path: str) -> None:
-    """Browsers send a GET to a plain HTTP address without Origin and Sec-Fetch-Site; these GETs change the server."""
+def test_image_request_of_foreign_page_is_refused(client: httpx.Client, path: str) -> None:
+    """Over plain HTTP, browsers load images without Origin and Sec-Fetch-Site. These GET routes change the server."""
     for headers in ({"user_agent": BROWSER}, {"user_agent": BROWSER, "referer": "http://evil.example/"}):
         assert is_refused(ask(client, "GET", path, **headers)), headers
         assert is_refused(ask(client, "HEAD", path, **headers)), headers
@@ -148,7 +148,7 @@ def test_image_request_of_foreign_page_changes_nothing(client: httpx.Client, pat
 
 @pytest.fixture(scope="module")
 def everywhere() -> Iterator[Served]:
-    """A server that listens on all addresses."""
+    """Server that listens on all addresses."""
     origins = "*,http://ui.example.com:3000,https://tls.example.com:443/,null,https://*.example.com"
     flags = ("--num-gpu-blocks-override", "100", "--server-dev-mode", "--allowed-origins", origins)
     with Served(*flags, "--host", "0.0.0.0") as server:
@@ -162,7 +162,7 @@ def program(everywhere: Served) -> Iterator[httpx.Client]:
 
 
 def test_server_on_all_addresses_accepts_its_host_names(program: httpx.Client) -> None:
-    """Programs may use any host name; browsers only names that another site cannot point to this server."""
+    """Programs may use any host name, browsers only names that another site cannot resolve to this server."""
     port = program.base_url.port
     for host in ("gpu.cluster.example", "llm", "10.0.0.1", f"[::1]:{port}"):
         assert not is_refused(ask(program, "GET", "/server_info", host=host)), host
@@ -194,7 +194,7 @@ def test_allowed_origin_may_use_any_host_name(program: httpx.Client, origin: str
         ("https://llm:80", "llm", False),
     ],
 )
-def test_default_port_follows_scheme(program: httpx.Client, origin: str, host: str, is_own: bool) -> None:
+def test_default_port_depends_on_scheme(program: httpx.Client, origin: str, host: str, is_own: bool) -> None:
     assert is_refused(ask(program, "GET", "/server_info", origin=origin, host=host)) != is_own
 
 
@@ -217,8 +217,8 @@ def test_allowed_origins_are_normalized_as_in_browsers() -> None:
     assert origins_of(origins) == ["*", "https://ui.example.com", "http://[::1]", "app://local"]
 
 
-def test_page_cannot_pose_as_program(program: httpx.Client) -> None:
-    """Pages can set User-Agent and Accept-Language but cannot omit the latter; Node.js also sends it."""
+def test_page_with_user_agent_of_program_is_refused(program: httpx.Client) -> None:
+    """A page can set User-Agent and Accept-Language but cannot omit Accept-Language. Node.js sends both, too."""
     page = {"host": "evil.example:8000", "user_agent": "curl/8", "accept_language": ""}
     assert is_refused(ask(program, "GET", "/server_info", **page))
     node = {"host": "gpu.example.com:8000", "user_agent": "node", "accept_language": "*", "sec_fetch_mode": "cors"}
@@ -331,7 +331,7 @@ def test_client_key_cannot_change_server_settings_over_grpc(stub: Any) -> None:
         (("--admin-api-key", "key-admin"), ADMIN, True),
     ],
 )
-def test_keys_allowed_to_change_server(flags: tuple[str, ...], headers: dict[str, str], allowed: bool) -> None:
+def test_admin_or_single_key_may_change_server(flags: tuple[str, ...], headers: dict[str, str], allowed: bool) -> None:
     from penstock.serve.http.middleware import ApiKeys
 
     options = dict(zip(flags[::2], flags[1::2], strict=True))
@@ -342,7 +342,7 @@ def test_keys_allowed_to_change_server(flags: tuple[str, ...], headers: dict[str
     assert client is not None and client.may_control == allowed
 
 
-def test_shared_memory_belongs_to_its_key(shared: Served, stub: Any) -> None:
+def test_shared_memory_is_accessible_to_its_key_only(shared: Served, stub: Any) -> None:
     place = "/v2/systemsharedmemory"
     memory = SharedMemory("test-access-region", create=True, size=64)
     try:
@@ -390,7 +390,7 @@ def test_foreign_page_cannot_use_shared_memory(client: httpx.Client) -> None:
 
 
 def test_tenant_names_in_metrics_are_stable_and_no_key_hashes(tmp_path: Path) -> None:
-    """Tenant names are the same in all API processes and after a restart; stored files keep their owner."""
+    """Tenant names are equal in all API processes and after a restart, and stored files keep their owner."""
     from hashlib import sha256
 
     flags = ("--api-key", "a,b", "--storage-dir", str(tmp_path), "--num-gpu-blocks-override", "100")

@@ -1,4 +1,4 @@
-"""Attacks by one client: streams of other clients continue complete and unchanged, and the attacker gets errors."""
+"""Attacks by one client: streams of other clients continue without errors or changes, and the attacker gets errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from penstock.serve.process.metrics_files import INITIAL_SIZE, AllocatedDict
 A, B = {"authorization": "Bearer key-a"}, {"authorization": "Bearer key-b"}
 KEYS = ("--api-key", "key-a,key-b")
 GAP = 0.5
-"""Seconds that a stream may pause during an attack, on an otherwise idle machine."""
+"""Maximum pause of another client's stream during an attack, in seconds, on an otherwise idle machine."""
 LONG_PROMPT = "The sea is wide, and the ship that sails on it is small. " * 20
 
 
@@ -61,7 +61,7 @@ def bytes_tensor(name: str, *elements: bytes) -> dict[str, Any]:
 
 
 def generation(request_id: str, tokens: int, **flags: bool) -> Any:
-    """Request of KServe's streaming gRPC protocol."""
+    """Return a generation request of KServe's streaming gRPC protocol."""
     request = pb.ModelInferRequest(model_name="ensemble", id=request_id)
     request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"The sea")
     request.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1]).contents.int_contents.append(tokens)
@@ -75,7 +75,7 @@ def generation(request_id: str, tokens: int, **flags: bool) -> Any:
 
 
 def huge_shapes(served: Served) -> None:
-    """The product of the dimensions has a million digits."""
+    """Send a tensor shape whose element count has a million digits."""
     shape = ",".join(["1" + "0" * 19] * 49_000)
     body = f'{{"inputs":[{{"name":"text_input","datatype":"BYTES","shape":[{shape}],"data":["a"]}}]}}'
     answer = httpx.post(f"{served.root}/v2/models/ensemble/infer", content=body, headers=A)
@@ -86,7 +86,7 @@ def huge_shapes(served: Served) -> None:
 
 
 def long_stop_words_and_bias(served: Served) -> None:
-    """Stop words up to the size limit of requests; embedding bias over the vocabulary for each of 256 rows."""
+    """Send stop words up to the request size limit, and an embedding bias over the vocabulary for each of 256 rows."""
     long_stop_words = [
         bytes_tensor("QUERY", b"x"),
         {"name": "REQUEST_OUTPUT_LEN", "datatype": "INT32", "shape": [1, 1], "data": [1]},
@@ -109,7 +109,7 @@ def long_stop_words_and_bias(served: Served) -> None:
 
 
 def many_numbers(served: Served) -> None:
-    """400,000 token ids as JSON."""
+    """Send 400,000 token ids as JSON."""
     ids = {"name": "input_ids", "datatype": "INT32", "shape": [1, 400_000], "data": [1] * 400_000}
     for _ in range(3):
         answer = httpx.post(f"{served.root}/v2/models/tensorrt_llm/infer", json={"inputs": [ids]}, headers=A)
@@ -117,7 +117,7 @@ def many_numbers(served: Served) -> None:
 
 
 def large_answer(served: Served, tokens: int = 20) -> None:
-    """Log probabilities of 128 sequences in one response."""
+    """Request logprobs of 128 sequences in one response."""
     body = {"n": 128, "logprobs": True, "top_logprobs": 20, "max_tokens": tokens, "temperature": 1, "ignore_eos": True}
     messages = {"messages": [{"role": "user", "content": "a story"}]}
     answer = httpx.post(f"{served.url}/chat/completions", json=body | messages, headers=A, timeout=300)
@@ -125,7 +125,7 @@ def large_answer(served: Served, tokens: int = 20) -> None:
 
 
 def endless_grammars(served: Served) -> None:
-    """Grammars whose compilation exceeds its limits: one client disconnects, one waits for the error."""
+    """Send grammars that exceed the compilation limits. One client disconnects, one waits for the error."""
     patterns = [{"pattern": f"[a-z]{{{i}}}.*[0-9]"} for i in range(1, 40)]
     body: dict[str, Any] = {"prompt": "x", "guided_json": {"type": "string", "allOf": patterns}}
     with suppress(httpx.ReadTimeout):
@@ -160,7 +160,7 @@ def test_attack_does_not_pause_streams_of_others(served: Served, attack: Callabl
 
 
 def test_server_stops_reading_from_client_with_unread_responses(served: Served) -> None:
-    """29 MB of pipelined requests."""
+    """The client pipelines 29 MB of requests and reads no response."""
     (process,) = served.pids["api"]
     before, requests = peak_memory(process), b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 1000
     with Victim(served, B), socket.create_connection(address_of(served)) as connection:
@@ -173,7 +173,7 @@ def test_server_stops_reading_from_client_with_unread_responses(served: Served) 
 
 
 def test_grpc_messages_without_key_are_not_read(served: Served, stub: Any) -> None:
-    """Flow control admits only a small part of these 512 MiB."""
+    """Flow control admits only a small part of the 512 MiB."""
     (process,) = served.pids["api"]
     before = peak_memory(process)
     large = pb.ModelInferRequest(model_name="ensemble", raw_input_contents=[b"x" * (32 * 2**20)])
@@ -204,11 +204,11 @@ def test_unread_grpc_stream_uses_bounded_memory(served: Served, stub: Any) -> No
 
 
 SMALL_BUFFERS = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16)]
-"""Channel options for small receive buffers."""
+"""Channel options that limit the client's receive buffers."""
 
 
 def test_unread_stream_is_ended_after_timeout() -> None:
-    """The stream ends with all its requests. Each response repeats a long request id."""
+    """All requests of the stream end. Each response repeats a long request id, which fills the buffers."""
     with (
         Served("--num-gpu-blocks-override", "200", "--grpc-port", "0", "--client-timeout", "2") as server,
         grpc.insecure_channel(server.find(r"gRPC at (\S+)")[1], SMALL_BUFFERS) as channel,
@@ -231,7 +231,7 @@ def test_unread_stream_is_ended_after_timeout() -> None:
 
 
 def test_generate_stream_of_many_sequences_has_bounded_size(served: Served) -> None:
-    """Repeating all texts in each of 60 steps would be 40 MB. The last object contains all texts."""
+    """Only the last object contains all texts. Repeating them in each of the 60 steps would take 40 MB."""
     body = {"prompt": "The sea. " * 550, "n": 128, "max_tokens": 60, "ignore_eos": True, "temperature": 1, "seed": 1}
     url, received = f"{served.root}/generate", 0
     with (
@@ -268,7 +268,7 @@ def test_share_prefix_cache_shares_prefixes_between_keys() -> None:
 
 
 def test_request_id_belongs_to_its_api_key(served: Served) -> None:
-    """Another key may use the same id, but can neither see nor abort the first key's request."""
+    """Another API key may use the same request id, but can neither detect nor abort the first key's request."""
     body = {"text": "The sea", "req_id": "mine", "max_dec_len": 1500, "min_dec_len": 1500, "stream": True}
     url = f"{served.url}/chat/completions"
     id_header = {"x-request-id": "mine"}
@@ -290,7 +290,7 @@ def test_request_id_belongs_to_its_api_key(served: Served) -> None:
 
 
 def test_grpc_stop_ends_only_requests_of_same_key(served: Served, stub: Any) -> None:
-    """Both requests use one connection, as through a proxy."""
+    """Both requests use one connection, as behind a proxy."""
 
     def answers(key: dict[str, str], *requests: Any) -> Iterator[Any]:
         return iter(stub.ModelStreamInfer(iter(requests), metadata=list(key.items())))
@@ -327,7 +327,7 @@ def receive_all(connection: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_half_closed_connection_is_answered(served: Served, stream: bool) -> None:
-    """The client closes its sending side; the server closes the connection after the response."""
+    """The client closes its sending side. The server closes the connection after the response."""
     connection = send_completion(address_of(served), completion(5, stream=stream))
     connection.shutdown(socket.SHUT_WR)
     answer = receive_all(connection)
@@ -348,7 +348,7 @@ def test_closed_connection_cancels_request(served: Served) -> None:
 
 
 def test_stopping_server_closes_kept_connections_after_response() -> None:
-    """Each client is answered until a response with ``connection: close``."""
+    """Each connection is answered until a response has ``connection: close``."""
     with Served("--num-gpu-blocks-override", "500") as stopping:
         closed: list[str | None] = []
         all_connected = threading.Barrier(41)
@@ -402,7 +402,7 @@ def test_stopped_engine_is_unhealthy_until_continued(served: Served) -> None:
 
 
 class ServedWithUnreadLog(Served):
-    """Server whose log is not read between its ready line and ``read.set()``."""
+    """Server whose log output is not read from the ready line until ``read.set()`` is called."""
 
     def __init__(self, *arguments: str) -> None:
         self.read = threading.Event()
@@ -419,7 +419,7 @@ class ServedWithUnreadLog(Served):
 
 
 def test_unread_log_does_not_block_requests() -> None:
-    """All lines are in the log when it is read later."""
+    """No log line is missing when the log is read later."""
     with ServedWithUnreadLog("--num-gpu-blocks-override", "200") as server:
         request_ids = [f"number-{number}" for number in range(200)]
         with httpx.Client() as client:
@@ -462,7 +462,7 @@ def test_log_lines_beyond_buffer_are_dropped_and_counted() -> None:
 
 
 def test_next_server_removes_folders_of_killed_servers(tmp_path: Path) -> None:
-    """Other folders are kept."""
+    """Unrelated folders are kept."""
     unrelated = tmp_path / "penstock-of-mine"
     unrelated.mkdir()
     environment = {"TMPDIR": str(tmp_path)}
@@ -485,7 +485,7 @@ def test_next_server_removes_folders_of_killed_servers(tmp_path: Path) -> None:
 
 
 def test_metrics_count_in_memory_if_disk_is_full(tmp_path: Path) -> None:
-    """A limit on file sizes stands in for a full disk."""
+    """A limit on file sizes simulates the full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     values = AllocatedDict(str(tmp_path / "counter_1.db"))
     names = [f"{number} {'x' * 1000}" for number in range(400)]

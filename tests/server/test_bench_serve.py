@@ -1,4 +1,4 @@
-"""``penstock bench serve``: workloads and arrival times, computed results, the client, and a run against Penstock."""
+"""``penstock bench serve``: workloads, arrival times, computed results, the HTTP client, and a run with Penstock."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_arrivals_have_configured_rate_and_burstiness(burstiness: float) -> None
     assert times[-1] == pytest.approx(5000 / 20)
     gaps = np.diff(times, prepend=0.0)
     assert (gaps >= 0).all()
-    assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.1, abs=1e-6)  # for a gamma distribution
+    assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.1, abs=1e-6)  # gamma distribution
 
 
-def test_arrivals_follow_the_seed() -> None:
+def test_arrivals_depend_on_seed() -> None:
     assert workload.arrivals(50, 2.0, 1.0, seed=1) == workload.arrivals(50, 2.0, 1.0, seed=1)
     assert workload.arrivals(50, 2.0, 1.0, seed=1) != workload.arrivals(50, 2.0, 1.0, seed=2)
     assert workload.arrivals(3, math.inf, 1.0, seed=1) == [0.0, 0.0, 0.0]
@@ -112,7 +112,7 @@ def test_file_of_unknown_format_is_refused_by_name(tmp_path: Path, text: str) ->
         workload.read_trace(file, 10)
 
 
-def test_prompts_stay_in_the_vocabulary_and_follow_the_seed() -> None:
+def test_random_prompts_use_vocabulary_tokens_and_depend_on_seed() -> None:
     drawn = prompts.token_ids([(1, 20000)], seed=0, vocab_size=2500)
     assert (min(drawn), max(drawn)) == (1000, 2499)
     small = prompts.token_ids([(1, 5000)], seed=0, vocab_size=64)
@@ -132,7 +132,7 @@ def sample(sent: float, chunks: list[float], output_tokens: int, **fields: objec
 
 SAMPLES = [
     sample(0.0, [0.1, 0.2, 0.4], 3),
-    sample(0.3, [0.5, 1.3], 5, due=0.25, cached_tokens=8),  # two or more tokens per chunk
+    sample(0.3, [0.5, 1.3], 5, due=0.25, cached_tokens=8),  # the chunks have two or more tokens
     sample(1.5, [1.8], 1),
     Sample(10, due=1.6, sent=1.6, last=1.61, outcome=Outcome.REFUSED, reason="429 full"),
     Sample(10, due=1.7, sent=1.7, last=2.0, reason="500 broken"),
@@ -148,14 +148,14 @@ def test_results_match_hand_computed_values() -> None:
     assert results["request_throughput"] == pytest.approx(1.5)
     assert results["output_throughput"] == pytest.approx(4.5)
     assert results["total_token_throughput"] == pytest.approx(19.5)
-    assert results["max_output_tokens_per_s"] == pytest.approx(3 + 2.5)  # half of the second request in each second
+    assert results["max_output_tokens_per_s"] == pytest.approx(3 + 2.5)  # half of the 5 tokens fall into each second
     assert results["max_concurrent_requests"] == 2
-    assert results["p99_send_lag_ms"] == pytest.approx(48.0)  # of 0, 0, 0, 0 and 50 ms
+    assert results["p99_send_lag_ms"] == pytest.approx(48.0)  # percentile of 0, 0, 0, 0 and 50 ms
     assert (results["mean_ttft_ms"], results["median_ttft_ms"]) == (pytest.approx(200.0), pytest.approx(200.0))
-    assert results["p99_ttft_ms"] == pytest.approx(298.0)  # of 100, 200 and 300 ms
-    assert results["mean_tpot_ms"] == pytest.approx((150 + 200) / 2)  # 0.3 s / 2 tokens and 0.8 s / 4 tokens
+    assert results["p99_ttft_ms"] == pytest.approx(298.0)  # percentile of 100, 200 and 300 ms
+    assert results["mean_tpot_ms"] == pytest.approx((150 + 200) / 2)  # 0.3 s / 2 tokens, and 0.8 s / 4 tokens
     assert results["mean_itl_ms"] == pytest.approx((100 + 200 + 800) / 3)
-    assert results["p50_e2el_ms"] == pytest.approx(400.0)  # of 400, 1000 and 300 ms
+    assert results["p50_e2el_ms"] == pytest.approx(400.0)  # median of 400, 1000 and 300 ms
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def stream_chunks(*chunks: bytes, pause: float = 0.0) -> Answer:
 
 
 def run_load(answer: Answer, requests: list[Request], concurrency: int = 0) -> list[Sample]:
-    """Send requests to a peer with this handler; return the samples."""
+    """Send requests to a test server with this handler; return the samples."""
 
     async def load() -> list[Sample]:
         app = web.Application()
@@ -244,7 +244,7 @@ def test_token_counts_come_from_server_usage() -> None:
     last = b"data: " + json.dumps({"choices": [], **USAGE}).encode() + b"\n\ndata: [DONE]\n\n"
     (sample,) = run_load(stream_chunks(event(), event("a"), event("b c"), event("", "length"), last, pause=0.02), [ONE])
     assert (sample.outcome, sample.input_tokens, sample.output_tokens, sample.cached_tokens) == (Outcome.OK, 21, 4, 16)
-    assert len(sample.chunks) == 2  # the first and the last chunk have no text and are not counted
+    assert len(sample.chunks) == 2  # the first and the last of the four chunks have no text and are not counted
     assert 0.04 <= sample.ttft < sample.e2el
     assert sample.e2el >= 0.08
     assert sample.tpot == pytest.approx((sample.e2el - sample.ttft) / 3)
@@ -282,7 +282,7 @@ def test_failed_request_has_outcome_and_reason(answer: Answer, outcome: Outcome,
 
 
 def test_arrivals_do_not_wait_for_answers() -> None:
-    """No request is answered before all have arrived."""
+    """The server answers no request before it has received all of them."""
     requests = [Request(((i, 5),), 1, at=0.05 * i) for i in range(6)]
     all_arrived = asyncio.Barrier(len(requests))
 
@@ -347,7 +347,7 @@ def test_unreachable_server_prints_one_sentence() -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_benchmark_of_penstock_server(tmp_path: Path) -> None:
+def test_benchmark_of_penstock_server_completes_all_requests(tmp_path: Path) -> None:
     picture, sizes = tmp_path / "load.png", ["--num-prompts", "8", "--max-concurrency", "4", "--ignore-eos"]
     with (tmp_path / "log").open("w+b") as log, Server([], log) as server:
         server.wait_for(200)

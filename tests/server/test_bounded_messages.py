@@ -1,4 +1,4 @@
-"""Error messages have one line and at most 500 characters, for any damaged file or oversized request value."""
+"""Error messages have a single line and at most 500 characters, for any damaged file or oversized request value."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def long_number(path: Path) -> None:
 
 
 def long_strings(path: Path) -> None:
-    """Lengthen every string of a JSON file and add a long field name; write an index with long names if absent."""
+    """Lengthen every string of a JSON file and add a long field name; if absent, write an index with long names."""
 
     def lengthen(value: Any) -> Any:
         if isinstance(value, dict):
@@ -79,7 +79,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def check_file(folder: Path, name: str, damage: Callable[[Path], None]) -> None:
-    """Check that loading succeeds or raises a bounded one-line error."""
+    """Check that loading the folder with the damaged file succeeds, or raises a bounded one-line error."""
     damage(folder / name)
     try:
         LLM(str(folder), num_gpu_blocks_override=20)
@@ -102,9 +102,9 @@ def test_every_damaged_file_gives_bounded_message(checkpoint: Path, name: str, d
     ("files", "message"),
     [
         ([f"model-{part:05}-of-03000.safetensors" for part in range(3000)], "lacks 3000 files"),
-        (["x" * 5000 + ".safetensors"], "a name of 5012 characters"),
-        (["é" * 200 + ".safetensors"], "a name of 212 characters"),
-        (["a", "b.safetensors"], "which is not a .safetensors file"),
+        (["x" * 5000 + ".safetensors"], "a file name of 5012 bytes"),
+        (["é" * 200 + ".safetensors"], "a file name of 412 bytes"),
+        (["a", "b.safetensors"], "it must name a .safetensors file"),
     ],
 )
 def test_index_with_missing_files_gives_bounded_message(checkpoint: Path, files: list[str], message: str) -> None:
@@ -123,7 +123,7 @@ def test_shortened_message_keeps_beginning_and_end() -> None:
 
 
 def paths_in(value: Any) -> Iterator[list[str | int]]:
-    """Paths of all values in a request body."""
+    """Yield the path of each value in a request body."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in entries:
         yield [key]
@@ -140,7 +140,7 @@ def changed(body: Any, path: list[str | int], text: str) -> Any:
 
 
 def messages(value: Any) -> Iterator[str]:
-    """All texts of an error document."""
+    """Yield every string of an error document."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

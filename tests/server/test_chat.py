@@ -1,4 +1,4 @@
-"""``penstock chat`` through a pipe and on a terminal, with a local engine and with a server."""
+"""``penstock chat`` through a pipe and in a terminal, with a local engine and with a server."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run_piped(*arguments: str, lines: list[str], command: list[str] = CHAT) -> s
 
 
 class Person:
-    """User of a chat command on a pseudo-terminal."""
+    """User of a chat command in a pseudo-terminal."""
 
     def __init__(
         self, home: Path, *arguments: str, command: Sequence[str] = CHAT, environment: Mapping[str, str] = {}
@@ -69,11 +69,11 @@ class Person:
             stderr=slave,
             env={**os.environ, "TERM": "xterm", **environment, **state},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches the command
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # lets Ctrl-C reach the command
         )
         os.close(slave)
         self.seen = ""
-        """Output since the last ``type``."""
+        """Output received since the last ``type``."""
 
     def __enter__(self) -> Self:
         return self
@@ -90,14 +90,14 @@ class Person:
         os.write(self._terminal, text.encode())
 
     def see(self, pattern: str, limit: float = 60.0) -> re.Match[str]:
-        """Wait until the output since the last ``type`` matches ``pattern``."""
+        """Wait until the output since the last ``type`` matches ``pattern``; return the match."""
         deadline = time.monotonic() + limit
         while not (found := re.search(pattern, self.seen, re.DOTALL)):
             assert self._read(deadline), f"no {pattern!r} in {self.seen!r}"
         return found
 
     def interrupt(self, pattern: str) -> None:
-        """Press Ctrl-C until ``pattern`` is shown: while readline handles keys, a Ctrl-C waits for the next key."""
+        """Press Ctrl-C until ``pattern`` is shown: while readline handles keys, Ctrl-C waits for the next press."""
         for _ in range(6):
             self.type("\x03")
             with suppress(AssertionError):
@@ -106,7 +106,7 @@ class Person:
         raise AssertionError(f"no {pattern!r} in {self.seen!r}")
 
     def leave(self, key: str) -> int:
-        """Press a key until the command ends (readline may lose a Ctrl-C after its prompt); return the exit status."""
+        """Press a key until the command ends; return its exit status. readline may lose a Ctrl-C after its prompt."""
         for _ in range(6):
             self.type(key)
             deadline = time.monotonic() + 5
@@ -120,7 +120,7 @@ class Person:
         ready, _, _ = select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))
         try:
             self.seen += os.read(self._terminal, 65536).decode(errors="replace") if ready else ""
-        except OSError:  # the command has closed its end
+        except OSError:  # the command has closed its side of the terminal
             return False
         return bool(ready)
 
@@ -224,7 +224,7 @@ def test_answer_is_streamed_and_ctrl_c_stops_answer(
     assert "of Canada?" in history
 
 
-def test_piped_lines_are_one_conversation(served: Served) -> None:
+def test_piped_lines_continue_one_conversation(served: Served) -> None:
     lines = [
         *NAME_QUESTIONS,
         "",
@@ -247,7 +247,7 @@ def test_piped_lines_are_one_conversation(served: Served) -> None:
     assert answers[:5] == remote.stdout.splitlines()[:5]
     assert f"penstock-demo at {served.url}" in remote.stdout
     assert "of 2048 tokens" in remote.stdout
-    for errors in (local.stderr, remote.stderr):  # the two messages differ in detail
+    for errors in (local.stderr, remote.stderr):  # the wording differs between local and remote
         assert re.match(r"penstock chat: the context is full; /undo .*\b(2047|2048)\b", errors.splitlines()[-1])
 
 

@@ -1,4 +1,4 @@
-"""Commands of the command line, each run in a separate process."""
+"""Commands of the command line, each run in a new process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_doctor_reports_kernels_and_core_binding() -> None:
         (["generate", "--model", "/nowhere", "?"], "/nowhere"),
         (["bench", "latency", "--max-model-len", "100000"], "context of 2048"),
         (["serv"], "penstock: there is no command serv; did you mean serve?"),
-        (["generate", "--model", "/nowhere", " "], "prompt: is empty"),  # before anything is loaded
+        (["generate", "--model", "/nowhere", " "], "prompt: is empty"),  # reported before anything is loaded
     ],
 )
 def test_wrong_option_prints_one_sentence(arguments: list[str], message: str) -> None:
@@ -94,11 +94,11 @@ KINDS = {
     "empty/./": "is empty, so it is not a checkpoint",
     "other/readme.md/": "has no config.json, so it is not a checkpoint",
 }
-"""Message by file; the model argument is the file, its folder (ending in ``/``) or the folder above (``/..``)."""
+"""Message by file. The model is the file, its folder (``/`` at the end) or the folder's parent (``/..`` at the end)."""
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_path_without_checkpoint_is_refused_with_its_kind(name: str, tmp_path: Path) -> None:
+def test_path_without_checkpoint_is_refused_with_reason(name: str, tmp_path: Path) -> None:
     file = tmp_path / name.removesuffix("..")
     model = file.parent if name.endswith("/") else file.parent.parent if name.endswith("..") else file
     if name == "empty/./":
@@ -113,14 +113,14 @@ def test_path_without_checkpoint_is_refused_with_its_kind(name: str, tmp_path: P
 
 
 def test_serve_refuses_missing_model_and_warns_of_open_access(tmp_path: Path) -> None:
-    """The warning about access without an API key is also shown, if the server listens on all addresses."""
+    """The warning about missing API keys is shown before the error, but only if the server listens on all addresses."""
     result = penstock("serve", "--compat", "fastdeploy", "--log-file", str(tmp_path / "log"), "--model", "model.gguf")
     assert result.returncode == 2 and "model.gguf does not exist: give the folder" in result.stderr
     assert (
         "anyone with network access to 0.0.0.0 on this machine can send requests: set --api-key or --host 127.0.0.1"
         in result.stderr
     )
-    assert "anybody" not in penstock("serve", "model.gguf").stderr
+    assert "anyone with network access" not in penstock("serve", "model.gguf").stderr
 
 
 def test_help_and_config_show_weight_cache_folder() -> None:

@@ -1,4 +1,4 @@
-"""``penstock completion`` in the installed shells, and the advice of ``penstock doctor``."""
+"""``penstock completion`` in the installed shells, and the advice printed by ``penstock doctor``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def complete(script: Path, *words: str) -> list[str]:
-    """Bash completions of the last word after ``penstock``."""
+    """Return bash's completions of the last word, for a command line that begins with ``penstock``."""
     command = ["bash", "-c", BASH, "bash", str(script), "penstock", *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
@@ -48,7 +48,7 @@ def test_zsh_and_fish_complete_options(shell: str, tmp_path: Path) -> None:
     completion = run_in_process(main, "completion", shell).stdout
     assert "kv-cache-dtype" in completion and "int8" in completion
     if shutil.which(shell) is None:
-        pytest.skip(f"no {shell}")
+        pytest.skip(f"{shell} is not installed")
     path = tmp_path / "script"
     path.write_text(completion)
     start, load = {
@@ -87,7 +87,7 @@ def advice_for(root: Path, files: dict[str, str], **machine: Any) -> list[str]:
 
 def test_good_settings_give_no_advice(tmp_path: Path) -> None:
     assert advice_for(tmp_path, {}) == []
-    assert advice(**MACHINE, root=tmp_path / "none") == []  # none of the system's files exist
+    assert advice(**MACHINE, root=tmp_path / "none") == []  # a machine without these system files
 
 
 @pytest.mark.parametrize(

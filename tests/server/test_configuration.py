@@ -1,4 +1,4 @@
-"""Configuration from defaults, a file, the environment and flags."""
+"""Configuration from defaults, a file, environment variables and flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 framing for any split into packets: message heads delimit bodies, and no body is executed as a request."""
+"""HTTP/1.1 framing for any split into packets: the head determines the body's end; no body is executed as a request."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ MAX_HEAD = 1000
 
 
 def post(*lines: str, version: str = "1.1", length: bool = True, host: str = "host: x\r\n") -> bytes:
-    """Head of a request whose body is ``SMUGGLED``."""
+    """Return the head of a request with the body ``SMUGGLED``."""
     fields = [*lines, f"content-length: {len(SMUGGLED)}"] if length else list(lines)
     return f"POST /first HTTP/{version}\r\n{host}{''.join(f'{line}{chr(13)}{chr(10)}' for line in fields)}\r\n".encode()
 
 
 class Exchange(NamedTuple):
-    """Requests and responses of one connection."""
+    """Requests and responses on one connection."""
 
     requests: list[tuple[str, str, bytes]]
-    """Method, path and body of each request answered by the application."""
+    """(method, path, body) of each request that the application answered."""
     refusals: list[tuple[str, int]]
-    """Path and status of each request refused because of its head."""
+    """(path, status) of each request refused because of its head."""
     statuses: list[int]
-    """Status of each response."""
+    """Status code of each response."""
 
 
 async def exchange(packets: Sequence[bytes]) -> Exchange:
-    """Send packets on a connection to a server in this process; read until the connection is closed."""
+    """Send packets on a new connection to a server in this process; read until the server closes the connection."""
     result = Exchange([], [], [])
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -76,7 +76,7 @@ async def exchange(packets: Sequence[bytes]) -> Exchange:
         try:
             for packet in packets:
                 writer.write(packet)
-                await asyncio.sleep(0)  # let the server read each packet separately
+                await asyncio.sleep(0)  # yield to the server, so that it reads each packet separately
                 await asyncio.sleep(0)
             async with asyncio.timeout(30):
                 received = await reader.read()
@@ -108,7 +108,7 @@ READ = {
     + b"00\r\n\r\n",
     "empty lines before": b"\r\n\r\n" + post() + SMUGGLED,
 }
-"""Requests whose body is ``SMUGGLED``, by their special property."""
+"""Requests with the body ``SMUGGLED``, by their special property."""
 REFUSED = {
     "gzip": (post("transfer-encoding: gzip, chunked", length=False) + CHUNKED, 501),
     "identity": (post("transfer-encoding: identity", length=False) + SMUGGLED, 501),
@@ -143,7 +143,7 @@ REFUSED = {
     "large head": (post("x: " + "y" * MAX_HEAD) + SMUGGLED, 431),
     "large head without an end": (post("x: " + "y" * MAX_HEAD)[:-4], 431),
 }
-"""Requests refused because of their head, and the status."""
+"""Requests refused because of their head, with the expected status."""
 BROKEN = {
     "chunk size": b"g\r\n" + SMUGGLED,
     "empty size": b"\r\n" + SMUGGLED,
@@ -159,7 +159,7 @@ BROKEN = {
     "long extension": b"1;" + b"a" * 5000,
     "framing without a body": b"1;" + b"a" * 1000 + b"\r\nx\r\n" + b"1;" + b"a" * 1000 + b"\r\nx\r\n",
 }
-"""Malformed chunked bodies."""
+"""Malformed chunked bodies, by fault."""
 
 
 @pytest.mark.parametrize("name", READ)
@@ -195,7 +195,7 @@ def test_malformed_chunked_body_ends_the_connection(name: str) -> None:
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[bytes, list[int]]:
-    """A request whose body is ``SMUGGLED`` followed by a second request, and offsets at which to split them."""
+    """Strategy: a request with the body ``SMUGGLED`` and a second request, with offsets at which to split the bytes."""
     fields = draw(
         st.lists(
             st.tuples(
@@ -232,7 +232,7 @@ def server(servers: Servers) -> Iterator[Served]:
 
 
 def talk(served: Served, *packets: bytes) -> bytes:
-    """Send packets; return all that the server sends until the connection is closed."""
+    """Send packets; return all bytes that the server sends until it closes the connection."""
     with socket.create_connection(("127.0.0.1", int(served.root.rpartition(":")[2])), timeout=60) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for packet in packets:

@@ -1,4 +1,4 @@
-"""Mutated requests to every endpoint; ``PENSTOCK_FUZZ_REQUESTS`` is their number, ``PENSTOCK_FUZZ_SEED`` the seed."""
+"""Mutated requests to every endpoint: ``PENSTOCK_FUZZ_REQUESTS`` is their number, ``PENSTOCK_FUZZ_SEED`` the seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from storm import LOOP_BLOCKED, MAX_LOOP_BLOCK, read_metrics
 REQUESTS = int(os.environ.get("PENSTOCK_FUZZ_REQUESTS", "800"))
 SEED = int(os.environ.get("PENSTOCK_FUZZ_SEED", "1"))
 SLACK = 64
-"""MiB that a warm process may grow by: memory kept by allocators."""
+"""Allowed growth in MiB of a process after warm-up: memory that allocators keep."""
 
 
 def test_mutated_requests_cause_no_faults_or_leaks(capsys: pytest.CaptureFixture[str]) -> None:

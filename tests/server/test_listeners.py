@@ -1,4 +1,4 @@
-"""Separate health and metrics ports, servers without HTTP, and base URLs that contain an endpoint's path."""
+"""Separate health and metrics ports, servers without HTTP, and base URLs that include an endpoint's path."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_health_and_metrics_ports_serve_nothing_else(served: Served) -> None:
 
 
 def test_http_can_be_disabled_only_with_grpc() -> None:
-    """Health and metrics still work on their separate ports."""
+    """Without HTTP, health and metrics are still served on their separate ports."""
     grpc_only = Served("--port", "-1", "--grpc-port", "0", "--num-gpu-blocks-override", "40", "--health-port", "0")
     try:
         grpc_only.find("ready: penstock-demo without HTTP", limit=START_TIMEOUT)
@@ -49,8 +49,8 @@ def test_http_can_be_disabled_only_with_grpc() -> None:
     assert "port: is -1 (no HTTP) without grpc_port" in without_ports.lines[-1]
 
 
-def test_base_url_with_endpoint_path_works(served: Served) -> None:
-    """Clients configured as in PaddleNLP's documentation."""
+def test_base_url_may_include_endpoint_path(served: Served) -> None:
+    """PaddleNLP's documentation configures clients in this way."""
     client = openai.OpenAI(base_url=f"{served.url}/chat/completions", api_key="none")
     usual_client = openai.OpenAI(base_url=served.url, api_key="none")
     completion = {"model": "default", "prompt": "Hello, how are you?", "max_tokens": 5, "temperature": 0}

@@ -1,4 +1,4 @@
-"""Load from one client: limits of bodies, elements and memory, fair turns in the event loop, and streams of others."""
+"""Load from one client: limits of body size, elements and memory, fair turns in the event loop, streams of others."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ A, B = {"authorization": "Bearer key-a"}, {"authorization": "Bearer key-b"}
 JSON = {"content-type": "application/json"}
 ROOM = ("--num-gpu-blocks-override", "2000")
 GAP = 0.5
-"""Seconds that a stream may pause, on an otherwise idle machine."""
+"""Maximum pause of a stream in seconds, on an otherwise idle machine."""
 MAX_GROWTH = 1024
-"""MiB of memory that a process may use beyond its idle size."""
+"""Maximum memory growth of a process over its idle size, in MiB."""
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Server with all routes."""
+    """Server with all optional routes."""
     storage = ("--storage-dir", str(tmp_path_factory.mktemp("storage")), "--server-dev-mode")
     keys = ("--api-key", "key-a,key-b", "--admin-api-key", "key-a", "--allow-runtime-lora-updating")
     with Served(*ROOM, *keys, *storage, "--grpc-port", "0") as server:
@@ -52,7 +52,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def paths(served: Served) -> dict[str, dict[str, Any]]:
-    """Paths of routes with JSON bodies, and the schemas of their requests."""
+    """Paths of the routes that accept JSON bodies, with the schemas of their requests."""
     return load_storm.json_paths(httpx.get(f"{served.root}/openapi.json", headers=A).json())
 
 
@@ -111,7 +111,7 @@ def test_text_with_too_many_elements_is_refused(text: bytes, limit: str) -> None
 @pytest.mark.parametrize("character", ["\U0001f600", "\\ud83d\\ude00", "\u00e9"])
 @pytest.mark.parametrize("position", ["begin", "end"])
 def test_long_text_must_be_ascii(character: str, position: str) -> None:
-    """The limit for base64 (ASCII) is higher than for text that takes several bytes per character when decoded."""
+    """ASCII strings may be longer (base64), because other text takes several bytes per character when decoded."""
     long = "a" * (http_body.MAX_WIDE_TEXT + 2**18)
     ElementCount().add(f'["{character}", "{long}", "{character}"]'.encode())
     ElementCount().add(f'["{character * 1000}{long[: 2**23]}"]'.encode())
@@ -130,7 +130,7 @@ def test_elements_of_several_texts_are_counted_together() -> None:
 # --- Memory of bodies -----------------------------------------------------------------------------------------------
 
 
-def test_memory_of_bodies_stays_within_the_limits_and_returns() -> None:
+def test_memory_of_bodies_stays_within_limits_and_is_freed() -> None:
     asyncio.run(random_reservations(random.Random(41)))
 
 
@@ -138,7 +138,7 @@ async def random_reservations(draw: random.Random) -> None:
     memory, held = BodyMemory(1000), Counter[str]()
 
     def check() -> None:
-        assert held.total() <= memory.used <= 2000  # granted memory is counted before its task continues
+        assert held.total() <= memory.used <= 2000  # granted memory is counted before the waiting task continues
         assert all(size <= 1000 for size in held.values()), "no client may exceed its share"
 
     async def request(client: str) -> None:
@@ -175,7 +175,7 @@ async def random_reservations(draw: random.Random) -> None:
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert not [result for result in results if isinstance(result, Exception)]
         assert memory.used == 0
-        (await memory.reserve("d", 1000, timeout=0)).release()  # no task is left waiting
+        (await memory.reserve("d", 1000, timeout=0)).release()  # fails if a task still waits for memory
 
 
 def test_body_waits_for_memory_until_timeout() -> None:
@@ -240,7 +240,7 @@ def test_joined_reservations_are_released_together() -> None:
 
 
 def test_memory_of_body_is_freed_before_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only memory of the prompt remains. Here the template drops the text, like base64 of images."""
+    """Only memory of the prompt is still reserved. This template drops the text, just as image data is dropped."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     short, text = "{{ messages | length }}", "x" * 100_000
 
@@ -347,7 +347,7 @@ def test_every_endpoint_refuses_too_many_elements_in_its_format(
         for path in paths:
             answer = client.post(served.root + path.replace("{name}", "ensemble"), content=body)
             assert answer.status_code in (400, 404, 422), (path, answer.text)
-            if answer.status_code != 404:  # the path names a missing object
+            if answer.status_code != 404:  # 404: the path names a missing object
                 assert "has more than 65536 objects and arrays" in answer.text, (path, answer.text)
     assert not [line for line in served.lines if "Traceback" in line]
 
@@ -425,8 +425,8 @@ def test_grpc_message_beyond_the_limit_is_refused(served: Served, size: float, m
     assert message in refused.value.details()
 
 
-def test_grpc_limit_follows_context_length_and_option(tmp_path: Path) -> None:
-    """64 bytes per token are 4 MiB for a context of 65,536 tokens. The limit is set when the engine is ready."""
+def test_grpc_limit_depends_on_context_length_and_option(tmp_path: Path) -> None:
+    """The limit is 64 bytes per token: 4 MiB for a context of 65,536 tokens. It is set when the engine is ready."""
     shutil.copytree(demo.DRAFT, folder := tmp_path / "long")
     configuration = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 2**16}
     (folder / "config.json").write_text(json.dumps(configuration))
@@ -445,7 +445,7 @@ def test_grpc_limit_follows_context_length_and_option(tmp_path: Path) -> None:
 
 
 def test_bodies_wait_for_memory_and_are_answered() -> None:
-    """An incomplete body holds its client's memory: another body of the client waits until the first is complete."""
+    """An incomplete body reserves its client's memory: the client's other body waits until the first is complete."""
     content = json.dumps({"prompt": "a", "max_tokens": 1, "user": "a" * 300_000}).encode()
     with Served(*ROOM, "--max-body-memory", "1000000", "--client-timeout", "20") as server:
         host, _, port = server.root.rpartition("/")[2].rpartition(":")
@@ -470,7 +470,7 @@ def test_bodies_wait_for_memory_and_are_answered() -> None:
 
 
 class MemoryGrowth:
-    """Growth of peak memory of a server's API and engine processes since construction."""
+    """Growth of the peak memory of a server's API and engine processes since construction."""
 
     def __init__(self, served: Served) -> None:
         self._pids = [*served.pids["api"], *served.pids["engine"]]
@@ -501,7 +501,7 @@ def test_streams_do_not_pause_for_the_largest_bodies_of_any_endpoint(
 
 @pytest.mark.thorough
 def test_streams_do_not_pause_for_many_bodies(served: Served, paths: dict[str, dict[str, Any]]) -> None:
-    """100 bodies of 1 MB at a time, with one large field per endpoint."""
+    """For each endpoint, 100 connections send a body of 1 MB with one large field."""
     growth, gaps, draw = MemoryGrowth(served), {}, random.Random(42)
     for path, bodies in bodies_by_path(paths, MIB).items():
         with Victim(served, B) as victim:
@@ -531,7 +531,7 @@ def test_streams_do_not_pause_with_64_mib_bodies(paths: dict[str, dict[str, Any]
 
 @pytest.mark.thorough
 def test_streams_do_not_pause_for_bursts_of_cheap_requests(served: Served) -> None:
-    """1000 concurrent connections for each path with GET."""
+    """For each GET path, 1000 connections are open at the same time."""
     document = httpx.get(f"{served.root}/openapi.json", headers=A).json()
     known = [path for path, methods in document["paths"].items() if "get" in methods and "{" not in path]
     readable = [path for path in known if path not in ("/clear_load_weight", "/update_model_weight")]
@@ -546,7 +546,7 @@ def test_streams_do_not_pause_for_bursts_of_cheap_requests(served: Served) -> No
 
 @pytest.mark.thorough
 def test_streams_do_not_pause_for_forms_and_messages(served: Served) -> None:
-    """10 forms with 190 fields of 1 MB, and 40 gRPC messages of 60 MB."""
+    """The load is 10 forms with 190 fields of 1 MB, and 40 gRPC messages of 60 MB."""
     growth = MemoryGrowth(served)
     with Victim(served, B) as victim:
         load_storm.in_subprocess(load_storm.send_forms, served.url, A, 10)

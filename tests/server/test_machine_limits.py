@@ -1,4 +1,4 @@
-"""Limits of the machine: full disks, process limits, users without a home folder. Each gives a one-sentence error."""
+"""Limits of the machine: full disks, process limits, users without a home folder. Errors are a single sentence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_LENGTH = 500
 
 
 def run_serve(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell command with ``$SERVE`` (``penstock serve``); the server must fail to start and exit."""
+    """Run a shell command with ``$SERVE`` (``penstock serve``), which must fail to start; return its result."""
     variables = {**os.environ, **environment, "SERVE": shlex.join([*SERVE, "--port", "0", *SMALL])}
     return subprocess.run(["bash", "-c", command], env=variables, capture_output=True, text=True, timeout=120)
 
@@ -97,7 +97,7 @@ def test_failed_start_prints_one_sentence(fault: str, tmp_path: Path) -> None:
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mount a tmpfs of this size at a folder."""
+    """Mount a tmpfs of the given size at a folder."""
     folder.mkdir(exist_ok=True)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("file systems cannot be mounted here")
@@ -108,7 +108,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Use all remaining space."""
+    """Fill the file system of a folder completely; return the file that takes the space."""
     path = folder / "filler"
     with path.open("ab", buffering=0) as file:
         for size in (2**16, 2**10, 1):
@@ -149,7 +149,7 @@ def test_full_storage_returns_503_and_batches_continue_later(tmp_path: Path) -> 
             httpx.post(f"{server.url}/conversations", json={"items": [{"role": "user", "content": "x" * 2**17}]}),
             httpx.post(f"{server.url}/responses", json={**background, "instructions": "x" * 4000}),
         ):
-            if answer.status_code != 200:  # SQLite may have a free page left
+            if answer.status_code != 200:  # may succeed: SQLite can have a free page left
                 assert (answer.status_code == 503 and "full" in answer.text) or "space" in answer.text, answer.text
         filler.unlink()
         request = {"input_file_id": uploaded["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
@@ -171,10 +171,10 @@ def test_full_disk_of_log_file_is_reported_once(tmp_path: Path) -> None:
             httpx.post(f"{server.url}/completions", json={"prompt": "a", "max_tokens": 1, "user": "x" * 200})
         server.find(r"the log file \S+ cannot be written \(no space left on device\): \d+ lines lost")
         assert "Traceback" not in "".join(server.lines)
-        assert len([line for line in server.lines if "cannot be written" in line]) <= 3  # one per process
+        assert len([line for line in server.lines if "cannot be written" in line]) <= 3  # one line per server process
         filler.unlink()
         size = (folder / "server.log").stat().st_size
-        for _ in range(2):  # the first request's line is in the file before the second is answered
+        for _ in range(2):  # the log line of the first request is written before the second is answered
             line_count = len(server.lines)
             httpx.post(f"{server.url}/completions", json={"prompt": "a", "max_tokens": 1})
             server.find("POST /v1/completions", after=line_count)

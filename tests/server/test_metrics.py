@@ -1,4 +1,4 @@
-"""Metrics of a server without a profile, as read by vLLM's Grafana dashboard and by llm-d's endpoint picker."""
+"""Metrics of a server without a profile, as read by vLLM's Grafana dashboard and llm-d's endpoint picker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PANELS = {
     "Requests Prefill and Decode Time": "request_prefill_time_seconds_sum request_decode_time_seconds_sum",
     "Max Generation Token in Sequence Group": "request_max_num_generation_tokens_sum",
 }
-"""Metrics by panel of vLLM's dashboard, except its two panels of gauges."""
+"""Metrics of vLLM's dashboard by panel, without the two panels of gauges."""
 VLLM = {
     "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info lora_requests_info "
     "num_requests_waiting_by_reason engine_sleep_state kv_offload_cpu_cache_usage_perc num_requests_swapped "
@@ -43,7 +43,7 @@ VLLM = {
     "request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds "
     "request_prefill_kv_computed_tokens iteration_tokens_total",
 }
-"""vLLM's metrics by type, as in its ``PrometheusStatLogger``. All have the labels ``model_name`` and ``engine``, except
+"""Metrics of vLLM's ``PrometheusStatLogger`` by type. All have the labels ``model_name`` and ``engine``, except
 ``lora_requests_info``."""
 ENDPOINT_PICKER = {
     "num_requests_waiting": set(),
@@ -64,12 +64,12 @@ def served() -> Iterator[Served]:
 
 
 def families(served: Served) -> dict[str, Metric]:
-    """Metric families by name, from Prometheus' parser."""
+    """Return the metric families by name, parsed by Prometheus' client."""
     return {family.name: family for family in text_string_to_metric_families(httpx.get(f"{served.root}/metrics").text)}
 
 
 def series(served: Served) -> dict[str, float]:
-    """Values by series name, summed over labels."""
+    """Return the value of each series name, summed over labels."""
     totals: dict[str, float] = {}
     for line in httpx.get(f"{served.root}/metrics").text.splitlines():
         if not line.startswith("#"):
@@ -94,7 +94,7 @@ def test_every_panel_of_vllm_dashboard_has_data(served: Served, streamed: bool) 
 
 
 def test_gauges_count_running_and_waiting_requests(served: Served) -> None:
-    """llm-d chooses a server by these gauges."""
+    """llm-d selects a server by these gauges."""
     request = {"prompt": "Once upon a time", "n": 2, "max_tokens": 1500, "ignore_eos": True}
 
     async def gauges_under_load() -> dict[str, float]:
@@ -140,7 +140,7 @@ def test_documented_metrics_exist_with_help_texts(served: Served) -> None:
 
 def test_vllm_metrics_have_types_and_labels_of_vllm(served: Served) -> None:
     deadline = time.monotonic() + 30
-    while not series(served).get("vllm:iteration_tokens_total_sum"):  # the engine reports periodically
+    while not series(served).get("vllm:iteration_tokens_total_sum"):  # the engine reports metrics periodically
         assert time.monotonic() < deadline
     metrics = families(served)
     for kind, names in VLLM.items():
@@ -167,7 +167,7 @@ def test_vllm_metrics_have_types_and_labels_of_vllm(served: Served) -> None:
 
 
 def check_endpoint_picker_metrics(metrics: dict[str, Metric]) -> None:
-    """Check that each metric has exactly one series: an endpoint picker would read any of several."""
+    """Check that each metric has exactly one series. With several, the endpoint picker would read an arbitrary one."""
     for name, labels in ENDPOINT_PICKER.items():
         (sample,) = metrics[f"vllm:{name}"].samples
         assert sample.name == f"vllm:{name}" and labels <= set(sample.labels), name
@@ -183,7 +183,7 @@ def test_endpoint_picker_metrics_have_single_series(served: Served) -> None:
 
 
 def test_metrics_aliases_option_limits_aliases() -> None:
-    """``--metrics-aliases`` with two engines."""
+    """With ``--metrics-aliases routers`` and two engines, the ``vllm:`` metrics are those that routers read."""
     flags = ("--num-gpu-blocks-override", "100", "--max-num-seqs", "2")
     with Served("--metrics-aliases", "routers", "--data-parallel-size", "2", "--server-dev-mode", *flags) as served:
         httpx.post(f"{served.url}/completions", json={"prompt": "Hi", "max_tokens": 2}, timeout=60).raise_for_status()
@@ -203,7 +203,7 @@ def test_metrics_aliases_option_limits_aliases() -> None:
 
 
 def test_access_log_line_has_time_client_dialect_and_model(served: Served) -> None:
-    """Access log in text format: date, path, request id, status, client, dialect and model."""
+    """A line in text format has date, path, request id, status, client address, dialect and model."""
     body = {"model": "default", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
     for path, dialect in (("/chat/completions", "openai"), ("/messages", "anthropic")):
         httpx.post(f"{served.url}{path}", json=body, timeout=60).raise_for_status()

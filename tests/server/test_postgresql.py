@@ -1,4 +1,4 @@
-"""Storage in a real PostgreSQL database shared by several API processes and servers."""
+"""Storage in a PostgreSQL database shared by several API processes and servers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUOTA = "files=4,responses=6,conversations=2,batches=2"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """URL of an empty database on a new PostgreSQL server (Unix socket). The server does not run as root."""
+    """URL of an empty database on a new PostgreSQL server, which listens on a Unix socket and does not run as root."""
     as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.geteuid() == 0 else []
     folder = Path(tempfile.mkdtemp())
     if as_user:
@@ -61,8 +61,8 @@ def client_of(server: Served) -> openai.OpenAI:
 
 
 def test_servers_share_stored_objects(url: str, tmp_path: Path) -> None:
-    """Two servers share database and folder: each finds objects stored by the other. Their four API processes start at
-    the same moment with an empty database."""
+    """Two servers share a database and a folder. Each finds the objects stored by the other. All four API processes
+    start at the same time with an empty database."""
     with ThreadPoolExecutor(2) as pool:
         servers = [serve(url, tmp_path, "--api-server-count", "2", "--storage-quota", QUOTA) for _ in range(2)]
         try:
@@ -93,7 +93,7 @@ def check_responses(one: openai.OpenAI, two: openai.OpenAI) -> None:
 
 
 def check_zero_bytes_are_refused(client: openai.OpenAI) -> None:
-    """PostgreSQL rejects zero bytes: a client error, not a server error."""
+    """PostgreSQL rejects zero bytes, and the server reports a client error (400) instead of a server error."""
     for path in ("files/%00", "responses/a%00b", "conversations/%00", "batches/%00"):
         answer = httpx.get(f"{client.base_url}{path}")
         assert answer.status_code == 400 and "rejects a value" in answer.text
@@ -114,7 +114,7 @@ def check_conversations(one: openai.OpenAI, two: openai.OpenAI) -> None:
             assert "2 conversations" in str(error)
             return False
 
-    with ThreadPoolExecutor(8) as pool:  # the quota allows one more
+    with ThreadPoolExecutor(8) as pool:  # the quota has room for one more conversation
         assert sum(pool.map(created, [one, two] * 8)) == 1
     for client in (one, two, one):
         assert client.responses.create(**PLAIN, input=CAPITAL).store
@@ -132,7 +132,7 @@ def check_files_and_batches(one: openai.OpenAI, two: openai.OpenAI) -> None:
 
 @pytest.mark.thorough
 def test_database_of_earlier_version_is_migrated(url: str, tmp_path: Path) -> None:
-    """Processes that start at the same moment add the missing column once."""
+    """API processes that start at the same time add the missing column exactly once."""
     import psycopg
 
     connect = url.replace("postgresql+psycopg", "postgresql")
@@ -146,7 +146,7 @@ def test_database_of_earlier_version_is_migrated(url: str, tmp_path: Path) -> No
 
 @pytest.mark.thorough
 def test_server_survives_database_outage(url: str, tmp_path: Path) -> None:
-    """Requests that need the database get 503; others are answered. The server reconnects without a restart."""
+    """Requests that need the database get 503; other requests are answered. The server reconnects without a restart."""
     import psycopg
 
     connect = url.replace("postgresql+psycopg", "postgresql")

@@ -1,4 +1,4 @@
-"""Progress of long operations: a bar on a terminal, log lines elsewhere, nothing for quick operations."""
+"""Progress of long operations: a bar on a terminal, log lines elsewhere, and nothing for quick operations."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_script(delay: float, level: str, on_terminal: bool) -> str:
 
 
 def run_on_terminal(command: list[str]) -> str:
-    """Output of a command on a pseudo-terminal, up to the line "done"."""
+    """Run a command on a pseudo-terminal; return its output up to the line "done"."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = subprocess.Popen(command, stdout=slave, stderr=slave)
@@ -103,5 +103,5 @@ def test_progress_of_bytes_has_units_and_interval(monkeypatch: pytest.MonkeyPatc
     lines: list[str] = []
     with progress.Progress("fetching", 3 * 10**9, "B", lines.append, done=10**9) as bar:
         bar.update(5 * 10**8)
-        bar.update(10**9)  # less than 10 s after the previous line
+        bar.update(10**9)  # ignored: less than 10 s after the previous line
     assert lines == ["fetching: 50 % of 3.00 GB"]

@@ -1,4 +1,4 @@
-"""A router and its instances as processes: same answers as a single server; instances join, leave and die."""
+"""A router and its instances as processes: answers equal to a single server's; instances join, leave and fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import httpx
 import pytest
 import zmq
 from serving import Served, free_ports, run_in_process, usage_error
-from test_lora import demo_adapters as demo_adapters  # the fixture
+from test_lora import demo_adapters as demo_adapters  # the adapters fixture
 from test_weights import perturbed
 
 from penstock import PenstockError, demo
@@ -49,11 +49,11 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 class Deployment:
-    """A router and the instances that register with it.
+    """A router and the instances registered with it.
 
     Args:
-        folder: Folder for the cluster secret file.
-        flags: Additional flags of the router.
+        folder: folder of the cluster secret file.
+        flags: additional flags of the router.
     """
 
     def __init__(self, folder: Path, *flags: str) -> None:
@@ -68,7 +68,7 @@ class Deployment:
         self.router.find("waiting for instances")
 
     def instances(self, *roles: str, flags: tuple[str, ...] = ()) -> list[Served]:
-        """Start instances with these roles and wait until they serve. The first call also waits for the router."""
+        """Start an instance per role, and wait until all of them serve. The first call also waits for the router."""
         address = ("--router-address", f"127.0.0.1:{self.port}")
         started = [Served("--role", role, *BLOCKS, *address, *self.secret, *flags) for role in roles]
         entered = [self.stack.enter_context(server) for server in started]
@@ -86,12 +86,12 @@ class Deployment:
 
     @property
     def states(self) -> dict[str, tuple[str, str]]:
-        """Role and state of each instance, by its engine's address."""
+        """(role, state) of each instance, by address of its engine."""
         instances = httpx.get(f"http://127.0.0.1:{self.port}/penstock/instances").json()["instances"]
         return {instance["address"]: (instance["role"], instance["state"]) for instance in instances}
 
     def has(self, *roles: str) -> bool:
-        """Return True if exactly these roles are registered and ready."""
+        """Return True if the registered instances have exactly these roles and are all ready."""
         return sorted(self.states.values()) == sorted((role, "ready") for role in roles)
 
 
@@ -121,7 +121,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def answer(served: Served, path: str, body: dict[str, Any]) -> Any:
-    """Choices or data of a response: the parts without request id and time."""
+    """Return the part of a response that does not depend on id and time: its choices or its data."""
     response = httpx.post(f"{served.url}/{path}", json=body)
     assert response.status_code == 200, response.text
     document = response.json()
@@ -129,7 +129,7 @@ def answer(served: Served, path: str, body: dict[str, Any]) -> Any:
 
 
 class Stream:
-    """A long streamed completion whose first chunk has arrived."""
+    """A long streamed completion whose first chunk has been received."""
 
     def __init__(self, served: Served) -> None:
         self._response = httpx.stream("POST", f"{served.url}/completions", json=LONG)
@@ -137,7 +137,7 @@ class Stream:
         self._first = next(self._lines)
 
     def rest(self) -> tuple[str, dict[str, Any] | None]:
-        """Read to the end; return the text and the error, or None."""
+        """Read the stream to its end; return (text, error or None)."""
         data = [line.removeprefix("data: ") for line in (self._first, *self._lines)]
         self._response.__exit__(None, None, None)
         chunks = [json.loads(chunk) for chunk in data if chunk != "[DONE]"]
@@ -153,7 +153,7 @@ def test_router_answers_equal_single_server(deployment: Deployment) -> None:
     assert answers == expected
     assert not deployment.router.pids["engine"]
     numbers = {"mixed": 0, "prefill": 1, "decode": 2}
-    assert httpx.get(f"{deployment.router.root}/registered_number").json() == numbers, "as in FastDeploy's router"
+    assert httpx.get(f"{deployment.router.root}/registered_number").json() == numbers, "must equal FastDeploy's"
     assert httpx.get(f"{deployment.prefill.root}/registered_number").status_code == 404
     page = httpx.get(f"{deployment.router.root}/metrics").text
     assert page.count("penstock:replica_kv_blocks{") == 3
@@ -167,7 +167,7 @@ def test_router_answers_equal_single_server(deployment: Deployment) -> None:
 
 
 def test_every_log_contains_request_id(deployment: Deployment) -> None:
-    """All logs contain the client's request id."""
+    """The logs of router, prefill instance and decode instance contain the client's request id."""
     request = {"prompt": "Another story. " * 60, "max_tokens": 2}
     response = httpx.post(f"{deployment.router.url}/completions", json=request, headers={"X-Request-Id": "traced-0"})
     assert response.status_code == 200
@@ -224,12 +224,12 @@ def test_peer_without_cluster_secret_is_refused(deployment: Deployment) -> None:
 
 
 def test_engine_closes_unauthenticated_connection_with_large_frame(deployment: Deployment) -> None:
-    """ZeroMQ would keep the whole frame in memory before the sender is authenticated."""
+    """ZeroMQ would buffer the whole frame before the sender is authenticated."""
     host, _, port = next(iter(deployment.states)).rpartition(":")
     with socket.create_connection((host, int(port)), 10) as stranger:
         stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32))
         with suppress(ConnectionError):
-            stranger.sendall(b"\x06" + (2**33).to_bytes(8))  # a command of 8 GiB
+            stranger.sendall(b"\x06" + (2**33).to_bytes(8))  # header of a command of 8 GiB
             while stranger.recv(4096):
                 pass
 
@@ -246,7 +246,7 @@ def test_message_of_several_frames_arrives_complete() -> None:
 
 
 def test_engine_of_another_version_is_refused() -> None:
-    """The engine sends its protocol version when a client connects."""
+    """The engine reports its protocol version to each client that connects."""
     secret, context = b"a secret of sixteen", zmq.Context()
     other = context.socket(zmq.ROUTER)
     secure_server(other, secret)
@@ -272,7 +272,7 @@ def test_engine_of_another_version_is_refused() -> None:
 
 
 def test_killed_engine_loses_only_its_started_requests(deployment: Deployment) -> None:
-    """Other instances continue; the instance is used again after its engine is restarted."""
+    """Other requests are answered by the other instances. The instance is used again after its engine has restarted."""
     complete = Stream(deployment.decode[0]).rest()[0]
     streams = [Stream(deployment.router) for _ in range(4)]
     (engine,) = deployment.decode[0].pids["engine"]
@@ -304,7 +304,7 @@ def test_leaving_instance_answers_its_requests(deployment: Deployment) -> None:
 
 
 def test_instance_with_other_fingerprint_is_refused_or_reported(deployment: Deployment, tmp_path: Path) -> None:
-    """Each router applies its own setting."""
+    """The first router rejects the instance, the second allows it by ``--allow-fingerprint-mismatch``."""
     before = deployment.states
     roles = {role: address for address, (role, _) in before.items()}
     with Served(
@@ -333,7 +333,7 @@ def test_instance_with_other_fingerprint_is_refused_or_reported(deployment: Depl
 
 
 def test_router_with_another_tokenizer_uses_no_instance(deployment: Deployment, tmp_path: Path) -> None:
-    """The same token ids would stand for other texts."""
+    """With another tokenizer, the same token ids would mean other texts."""
     for file in demo.CHAT.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "tokenizer.json").unlink()
@@ -341,7 +341,7 @@ def test_router_with_another_tokenizer_uses_no_instance(deployment: Deployment, 
     flags = ("--role", "router", "--model", str(tmp_path), "--decode-instances", deployment.decode[-1].root)
     router = Served(*flags, *deployment.secret)
     try:
-        router.find("is not used: its tokenizer is not that of this router's model: use the same --model for both")
+        router.find("is not used: its tokenizer differs from the tokenizer of this router's model")
         router.terminate()
         assert router.ended() == 0
     finally:
@@ -356,7 +356,8 @@ def test_address_in_use_is_reported(tmp_path: Path) -> None:
         arguments = [*command, "--engine-address", address]
         result = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    expected = f"penstock serve: engine_address: cannot listen on {address}: address already in use; try another"
+    message = f"cannot listen on {address}: address already in use; try another address or port"
+    expected = f"penstock serve: engine_address: {message}"
     assert result.stderr.splitlines()[-1] == expected
 
 
@@ -380,7 +381,7 @@ def test_contradictory_flags_are_refused(flags: str, message: str) -> None:
 
 @pytest.mark.thorough  # ZeroMQ takes seconds to notice a stopped process
 def test_full_queues_return_429_and_stopped_engine_is_avoided(tmp_path: Path) -> None:
-    """Requests beyond all queues get 429 at once. Requests not yet begun by a stopped engine go to another one."""
+    """If all queues are full, a request gets 429. Requests that a stopped engine has not started run elsewhere."""
     with Deployment(tmp_path) as deployment:
         flags = ("--max-num-seqs", "2", "--max-waiting", "2")
         _, stopped = deployment.instances("decode", "decode", flags=flags)
@@ -409,7 +410,7 @@ def test_full_queues_return_429_and_stopped_engine_is_avoided(tmp_path: Path) ->
 
 @pytest.mark.thorough  # starts each instance twice
 def test_replacing_every_instance_under_load_fails_no_request(tmp_path: Path) -> None:
-    """No request fails, and all answers are equal."""
+    """All requests are answered, and all answers are equal."""
     with Deployment(tmp_path, "--pd-min-prefill-tokens", "100", "--api-server-count", "2") as deployment:
         running = deployment.instances("prefill", "decode", "decode")
         until(lambda: deployment.has("prefill", "decode", "decode"))
@@ -442,7 +443,7 @@ def test_replacing_every_instance_under_load_fails_no_request(tmp_path: Path) ->
 
 @pytest.mark.thorough
 def test_router_uses_only_instances_with_equal_weights(tmp_path: Path) -> None:
-    """Instances change weights one after another; the router uses only those with equal weights."""
+    """Instances change their weights one after another. The router uses only instances whose weights match."""
     other = perturbed(demo.CHAT, tmp_path / "other")
     fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     with Deployment(tmp_path, "--pd-min-prefill-tokens", "100") as deployment:
@@ -473,7 +474,7 @@ def test_router_uses_only_instances_with_equal_weights(tmp_path: Path) -> None:
         alone = httpx.post(f"{first.root}/v1/completions", json=fields, timeout=60)
         assert answer.json()["choices"] == alone.json()["choices"]
         refused = httpx.post(f"http://127.0.0.1:{deployment.port}/sleep")
-        assert refused.status_code == 404  # without --server-dev-mode
+        assert refused.status_code == 404  # the router was started without --server-dev-mode
         httpx.post(f"{second.root}/sleep", timeout=60)
         assert {ask().status_code for _ in range(4)} == {200}
         httpx.post(f"{first.root}/sleep", timeout=60)

@@ -1,4 +1,4 @@
-"""Secrets of the configuration are masked in routes, logs, commands and errors."""
+"""Secrets in the configuration are masked in routes, logs, command lines and errors."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ CANARY = "CaNaRy"
 """Text contained in every secret of these tests."""
 URL = f"https://user-{CANARY}-1:pass-{CANARY}-2@host.example/path?sig={CANARY}-3&other=1#{CANARY}-4"
 TEXTS = [setting for setting in settings().values() if setting.kind in (str, tuple) and not setting.choices]
-"""Options with free text."""
+"""Options that accept free text."""
 HOLD_SECRETS = [setting.name for setting in TEXTS if setting.secret]
 
 
 def configuration(setting: Setting, value: Any) -> Any:
-    """Configuration with an unvalidated value of an option, as plain objects."""
+    """Return a configuration as plain objects, with the given value of one option. The value is not validated."""
     result = msgspec.to_builtins(Configuration())
     result[setting.section][setting.name] = value
     return result
@@ -44,7 +44,7 @@ def configuration(setting: Setting, value: Any) -> Any:
 
 @pytest.mark.parametrize("setting", TEXTS, ids=lambda setting: setting.name)
 def test_secret_in_any_option_is_masked(setting: Setting) -> None:
-    """Secrets as the whole value, in URLs and in JSON at any depth."""
+    """The secret is the whole value, part of a URL, or in JSON at any depth."""
     nested = {"a": {"hf_token": f"{CANARY}-5", "hf-token": f"{CANARY}-6"}, "b": [{"model": URL}], "api_key": [CANARY]}
     values = [URL, json.dumps(nested), f"two URLs: {URL}, {URL}", *([f"{CANARY}-7"] if setting.secret else [])]
     for value in values:
@@ -132,7 +132,7 @@ def configured(name: str, value: str) -> Configuration:
 
 
 def test_ordinary_words_are_not_masked() -> None:
-    """User names and ordinary query values in URLs, and other programs' environment variables."""
+    """Not masked: user names and ordinary query values in URLs, and environment variables of other programs."""
     url = "postgresql://penstock@db/penstock?sslmode=verify-full"
     environment = {
         "DATABASE_URL": "postgres://postgres:postgres@database/application?sslmode=no-verify",
@@ -169,7 +169,7 @@ class QuietHandler(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
-    """Address (host:port) of a web server with the built-in model."""
+    """Address (host:port) of a web server that serves the files of the built-in model."""
     handler = partial(QuietHandler, directory=str(demo.CHAT))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -209,7 +209,7 @@ def served(site: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
 
 
 def all_responses(served: Served) -> Iterator[tuple[str, str]]:
-    """Path and response (headers and text) of every GET route and of some requests for missing models."""
+    """Yield (path, headers and text of the response) for every GET route and for some requests about missing models."""
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=served.root, headers=headers, timeout=60) as client:
         paths = client.get("/openapi.json").json()["paths"]
@@ -257,7 +257,7 @@ def test_metrics_show_no_secret(served: Served) -> None:
 
 
 class Hostile(SimpleHTTPRequestHandler):
-    """Collector that responds with a redirect (3xx) or with an endless body (200)."""
+    """Trace collector that responds with a redirect (3xx) or with an endless body (200)."""
 
     protocol_version = "HTTP/1.1"
     status = 200
@@ -284,7 +284,7 @@ class Hostile(SimpleHTTPRequestHandler):
 
 @pytest.mark.parametrize("status", [200, 301, 302, 307, 308])
 def test_redirecting_or_endless_collector_is_handled(status: int) -> None:
-    """A redirect is a failure; an endless response body is not read."""
+    """A redirect counts as a failed export. An endless response body is not read."""
     handler = type("Answering", (Hostile,), {"status": status})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.stopped_after = threading.Event()  # type: ignore[attr-defined]

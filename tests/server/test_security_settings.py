@@ -24,8 +24,7 @@ PEM = "/a/file.pem"
 CODE = "loading code is not supported"
 
 FLAGS: list[tuple[str, str, dict[str, Any] | str]] = [
-    # vLLM and vLLM Ascend
-    *[
+    *[  # vLLM and vLLM Ascend
         (system, flags, outcome)
         for system in ("", "vllm", "ascend-vllm")
         for flags, outcome in [
@@ -272,7 +271,7 @@ def test_server_requires_api_key_from_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shim: str, command: list[str], variable: str
 ) -> None:
     assert main(["shims", str(tmp_path), shim]) == 0
-    monkeypatch.chdir(tmp_path)  # FastDeploy writes its log there
+    monkeypatch.chdir(tmp_path)  # FastDeploy's profile writes its log to the working directory
     launcher = [str(tmp_path / command[0]), *command[1:]]
     with Served(
         "--num-gpu-blocks-override", "100", command=launcher, environment={variable: "of-the-environment"}

@@ -1,4 +1,4 @@
-"""``penstock serve`` through common clients (OpenAI, LiteLLM, LangChain), plain HTTP and plain sockets."""
+"""``penstock serve`` with common clients (OpenAI, LiteLLM, LangChain), plain HTTP and raw sockets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def server(servers: Servers) -> Served:
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[Served]:
-    """Server with API keys, small limits, JSON log, and unknown fields refused."""
+    """Server with API keys, small limits, a JSON log, and ``--strict-requests``."""
     limits = ("--max-body-size", "20000", "--max-header-size", "4000", "--client-timeout", "1")
     keys = ("--api-key", "one,three", "--api-key", "two", "--allowed-origins", "https://a.example")
     with Served(*BLOCKS, *limits, *keys, "--log-format", "json", "--strict-requests") as served:
@@ -76,7 +76,7 @@ def llm() -> LLM:
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
-    """Return the error of a response after checking its status and shape."""
+    """Return the error object of a response, after checking the response's status and the object's keys."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     error: dict[str, Any] = response.json()["error"]
@@ -87,7 +87,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
 # --- Common clients ------------------------------------------------------------------------------------------------
 
 
-def test_openai_chat(client: openai.OpenAI) -> None:
+def test_openai_chat_returns_answer_and_usage(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=OTTAWA, temperature=0)
     assert answer.choices[0].message.content == "The capital of Canada is Ottawa."
     assert answer.choices[0].finish_reason == "stop"
@@ -95,7 +95,7 @@ def test_openai_chat(client: openai.OpenAI) -> None:
     assert answer.id == f"chatcmpl-{answer._request_id}"
 
 
-def test_openai_streamed_chat(client: openai.OpenAI) -> None:
+def test_openai_streamed_chat_returns_answer_and_usage(client: openai.OpenAI) -> None:
     options = {"include_usage": True}
     stream = client.chat.completions.create(
         model=MODEL, messages=OTTAWA, temperature=0, stream=True, stream_options=options
@@ -111,7 +111,7 @@ def test_openai_streamed_chat(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("forced", [False, True])
 def test_openai_stream_helper_collects_tool_call(client: openai.OpenAI, forced: bool) -> None:
-    """Also if the call arrives in the last chunk, as a fully forced call leaves nothing to the model."""
+    """A fully forced call arrives in the last chunk, because the model generates no token."""
     without_arguments: Any = {
         "type": "function",
         "function": {"name": "wait", "parameters": {"additionalProperties": False}},
@@ -127,7 +127,7 @@ def test_openai_stream_helper_collects_tool_call(client: openai.OpenAI, forced: 
     assert kinds.count("tool_calls.function.arguments.done") == 1
 
 
-def test_openai_completions_with_logprobs_and_echo(client: openai.OpenAI) -> None:
+def test_openai_completions_return_logprobs_and_echo(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL, prompt=["One", "两"], n=2, seed=1, temperature=1, max_tokens=5, logprobs=2, echo=True
     )
@@ -137,12 +137,12 @@ def test_openai_completions_with_logprobs_and_echo(client: openai.OpenAI) -> Non
         logprobs = choice.logprobs
         assert logprobs and logprobs.tokens and logprobs.token_logprobs and logprobs.text_offset
         assert "".join(logprobs.tokens) == choice.text
-        assert logprobs.token_logprobs[0] is None, "the first token has no logprob"
+        assert logprobs.token_logprobs[0] is None, "the first token must not have a logprob"
         for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
             assert choice.text[offset:].startswith(token)
 
 
-def test_openai_chat_with_logprobs(client: openai.OpenAI) -> None:
+def test_openai_chat_returns_logprobs(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=OTTAWA, temperature=0, logprobs=True, top_logprobs=3, max_tokens=6
     )
@@ -154,7 +154,7 @@ def test_openai_chat_with_logprobs(client: openai.OpenAI) -> None:
         assert bytes(token.bytes or []).decode() == token.token
 
 
-def test_openai_chat_with_stop_strings(client: openai.OpenAI) -> None:
+def test_openai_chat_ends_before_stop_string(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=OTTAWA, temperature=0, stop=["Ott", "of C"])
     assert answer.choices[0].message.content == "The capital "
     assert answer.choices[0].finish_reason == "stop"
@@ -162,7 +162,7 @@ def test_openai_chat_with_stop_strings(client: openai.OpenAI) -> None:
 
 
 def test_vllm_fields_in_extra_body_take_effect(client: openai.OpenAI) -> None:
-    """Fields of vLLM in ``extra_body``."""
+    """The fields are passed in ``extra_body``."""
     extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "min_tokens": 3}
     extra |= {"chat_template_kwargs": {"enable_thinking": True}, "return_token_ids": True, "cache_salt": "mine"}
     answer = client.chat.completions.create(model=MODEL, messages=OTTAWA, max_tokens=20, seed=1, extra_body=extra)
@@ -171,7 +171,7 @@ def test_vllm_fields_in_extra_body_take_effect(client: openai.OpenAI) -> None:
     assert len(answer.choices[0].to_dict()["token_ids"]) == 20  # type: ignore[arg-type]
 
 
-def test_openai_tool_calls_and_results(client: openai.OpenAI) -> None:
+def test_openai_tool_is_called_and_result_is_read(client: openai.OpenAI) -> None:
     messages: list[Any] = [*IN_PARIS]
     first = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, tools=[WEATHER])
     assert first.choices[0].finish_reason == "tool_calls"
@@ -231,8 +231,8 @@ def test_litellm_chats_and_streams(server: Served, monkeypatch: pytest.MonkeyPat
         litellm.completion(messages=OTTAWA, top_p=2, **options)
 
 
-def test_litellm_tool_call_and_result(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop of LiteLLM's documentation, which sends LiteLLM's message back with its additional fields."""
+def test_litellm_tool_is_called_and_result_is_read(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of LiteLLM's documentation sends LiteLLM's message back, including its additional fields."""
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
 
@@ -321,7 +321,8 @@ SHARED: dict[str, st.SearchStrategy[Any]] = {
     "stop_token_ids": st.just([13, 14, 15]),
     "logit_bias": st.sampled_from([{"3000": 1.5}, {str(token): 100 for token in range(128, 256)}]),
 }
-"""The last bias produces characters of several tokens, and incomplete ones."""
+"""Strategies for the fields that chats and completions share. The last bias leads to characters of several tokens, and
+to incomplete characters."""
 COMPLETIONS = {
     "echo": st.booleans(),
     "logprobs": st.integers(0, 3),
@@ -380,7 +381,7 @@ def check_stream(plain: httpx.Client, path: str, body: dict[str, Any]) -> None:
 
 
 def counts(usage: dict[str, Any]) -> dict[str, Any]:
-    """Token counts without those of the prefix cache."""
+    """Return the token counts of a usage object, without those of the prefix cache."""
     return {name: count for name, count in usage.items() if name != "prompt_tokens_details"}
 
 
@@ -393,7 +394,7 @@ def streamed(plain: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[
 
 
 def flat(choice: dict[str, Any]) -> dict[str, Any]:
-    """Common form of a choice of a chat or completion, without ids of tool calls."""
+    """Return a choice of a chat or a completion in a common form, without ids of tool calls."""
     message = choice.get("message", choice)
     calls = [call["function"] for call in message.get("tool_calls") or []]
     logprobs = choice["logprobs"] or {}
@@ -408,7 +409,7 @@ def flat(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def join(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Concatenate chunks into choices in the form of ``flat``, by index."""
+    """Concatenate stream chunks; return the choices by index, in the form of ``flat``."""
     choices: dict[int, dict[str, Any]] = {}
     for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
         new = flat({"message": choice["delta"], **choice} if "delta" in choice else choice)
@@ -446,7 +447,7 @@ def test_streamed_chat_contains_prompt_logprobs_and_token_ids(plain: httpx.Clien
 
 @given(st.text())
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=quiet)
-def test_tokenize_and_detokenize_round_trip(plain: httpx.Client, text: str) -> None:
+def test_detokenize_returns_tokenized_text(plain: httpx.Client, text: str) -> None:
     tokenized = plain.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     assert tokenized["count"] == len(tokenized["tokens"]) == len(tokenized["token_strs"])
     assert plain.post("/detokenize", json={"tokens": tokenized["tokens"]}).json() == {"prompt": text, "content": text}
@@ -519,7 +520,7 @@ def test_error_names_its_field_and_is_logged_once(server: Served, plain: httpx.C
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
     server.find(f"id={request_id}", after=line_count)
     plain.post("/v1/completions", json={}, headers={"X-Request-Id": f"after-{request_id}"})
-    server.find(f"id=after-{request_id}", after=line_count)  # now all lines of the first request are in the log
+    server.find(f"id=after-{request_id}", after=line_count)  # by then, the first request is logged
     (line,) = [line for line in server.lines[line_count:] if f"id={request_id} " in line]
     assert f"status={status}" in line
     reason = "prompt: has 3000 tokens" if name == "too long" else error["message"]
@@ -572,8 +573,8 @@ UNKNOWN: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_fields_are_ignored_and_reported(plain: httpx.Client, strict: Served, name: str) -> None:
-    """In every dialect and at every depth. Strict servers refuse requests with unknown fields."""
+def test_unknown_fields_are_ignored_and_listed_in_header(plain: httpx.Client, strict: Served, name: str) -> None:
+    """The test covers every dialect, at every depth. Strict servers refuse the same requests."""
     path, body, ignored = UNKNOWN[name]
     if path in ("/v1/chat/completions", "/v1/completions", "/v1/messages"):
         body = body | {"max_tokens": 1}
@@ -600,7 +601,7 @@ def test_strict_server_suggests_nearest_field(strict: Served) -> None:
 
 
 def test_strict_server_accepts_items_of_earlier_responses(strict: Served) -> None:
-    """Agents send the items and blocks of a response back in the next request."""
+    """Agents send items and content blocks of a response back in their next request."""
     question = {"role": "user", "content": "What is the weather in Paris?"}
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
@@ -692,7 +693,7 @@ def test_wrong_paths_and_methods_give_openai_errors(plain: httpx.Client, method:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/metrics", "/version", "/v2", "/openapi.json", "/nowhere"])
-def test_head_matches_get(plain: httpx.Client, path: str) -> None:
+def test_head_has_status_and_content_type_of_get(plain: httpx.Client, path: str) -> None:
     head, get = plain.head(path), plain.get(path)
     assert head.status_code == get.status_code and head.content == b""
     assert head.headers.get("content-type") == get.headers.get("content-type")
@@ -789,7 +790,7 @@ def test_body_beyond_limit_is_refused(strict: Served) -> None:
     assert httpx.post(f"{strict.url}/completions", content=allowed, headers=KEY).status_code == 200
     error = error_of(httpx.post(f"{strict.url}/completions", content=too_large, headers=KEY), 413)
     assert "at most 20000 bytes" in error["message"]
-    error_of(httpx.post(f"{strict.url}/completions", content=iter([too_large]), headers=KEY), 413)  # chunked
+    error_of(httpx.post(f"{strict.url}/completions", content=iter([too_large]), headers=KEY), 413)  # a chunked body
 
 
 def head(*lines: str, body: str = "") -> bytes:
@@ -798,7 +799,7 @@ def head(*lines: str, body: str = "") -> bytes:
 
 
 def talk(served: Served, *packets: bytes, limit: float = 60.0) -> tuple[bytes, bool]:
-    """Send packets; return what is received, and True if the server closes the connection."""
+    """Send packets; return the received bytes, and True if the server has closed the connection."""
     with socket.create_connection(("127.0.0.1", int(served.root.rpartition(":")[2])), timeout=limit) as connection:
         received = b""
         try:
@@ -843,7 +844,7 @@ def test_connection_is_closed_after_incomplete_body(strict: Served, length: int)
 
 
 def test_upgrade_request_is_answered_over_http_1(server: Served) -> None:
-    """Java's HttpClient asks for HTTP/2 by default."""
+    """Java's HttpClient requests an upgrade to HTTP/2 by default."""
     upgrade = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAAAAIAAAAB"}
     connection = http.client.HTTPConnection("127.0.0.1", int(server.root.rpartition(":")[2]), timeout=60)
     with contextlib.closing(connection):
@@ -865,7 +866,7 @@ def test_connection_is_reused_after_errors_and_streams(server: Served) -> None:
 
 
 def test_max_concurrency_and_request_timeout_are_enforced() -> None:
-    """``--max-concurrency`` and ``--request-timeout``."""
+    """The server is started with ``--max-concurrency 1`` and ``--request-timeout 1.5``."""
     body = {"prompt": "The sea", "max_tokens": 2000, "ignore_eos": True, "n": 8}
     with (
         Served(*BLOCKS, "--max-concurrency", "1", "--request-timeout", "1.5") as served,
@@ -900,7 +901,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, s
         yield served, context
 
 
-def test_https_chat_and_untrusted_certificate(secure: tuple[Served, ssl.SSLContext]) -> None:
+def test_https_chat_requires_trusted_certificate(secure: tuple[Served, ssl.SSLContext]) -> None:
     served, context = secure
     assert served.url.startswith("https://")
     with openai.OpenAI(base_url=served.url, api_key="none", http_client=httpx.Client(verify=context)) as client:
@@ -912,7 +913,7 @@ def test_https_chat_and_untrusted_certificate(secure: tuple[Served, ssl.SSLConte
 
 
 def samples(served: Served, verify: ssl.SSLContext | bool = True) -> Counter[tuple[str, ...]]:
-    """Metric values by name and labels, without ``model_name``."""
+    """Return metric values by name and label values, without ``model_name``."""
     text = httpx.get(f"{served.root}/metrics", verify=verify).text
     values: Counter[tuple[str, ...]] = Counter()
     for family in text_string_to_metric_families(text):
@@ -923,7 +924,7 @@ def samples(served: Served, verify: ssl.SSLContext | bool = True) -> Counter[tup
 
 
 def check_metrics(served: Served, client: httpx.Client, verify: ssl.SSLContext | bool = True) -> None:
-    """Send requests of several kinds; check that the metrics have grown by exactly these."""
+    """Send requests of several kinds; check that the metrics have grown by exactly these requests."""
     before = samples(served, verify)
     tokens: Counter[str] = Counter()
     for _ in range(6):
@@ -992,7 +993,7 @@ def test_first_request_after_ready_is_answered() -> None:
 
 
 def start_error(*arguments: str) -> str:
-    """Error message of a server that fails to start: one sentence."""
+    """Return the error message of a server that fails to start, which must be a single line."""
     result = subprocess.run([*SERVE, *BLOCKS, *arguments], capture_output=True, text=True, timeout=60)
     assert result.returncode == 2, result.stderr
     (sentence,) = result.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""Processes of a server, and the environment in which they start."""
+"""Server processes, and the environment in which they start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serving import Served
 def test_modules_of_the_working_directory_do_not_shadow_libraries(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The server's processes do not import a user's ``http.py`` from the folder where the server is started."""
+    """Files such as ``http.py`` in the working directory are not imported instead of the standard library."""
     for name in ("http", "json", "random", "types"):
         (tmp_path / f"{name}.py").write_text("raise AssertionError(__file__)\n")
     monkeypatch.chdir(tmp_path)

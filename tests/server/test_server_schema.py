@@ -1,6 +1,6 @@
-"""The server against its OpenAPI document and against arbitrary bytes.
+"""The server, compared with its OpenAPI document and tested with arbitrary bytes.
 
-For any input: no internal error, no hang, no delay for other clients, and errors of one shape.
+No input causes an internal error, a hang or a delay of other clients, and all errors have the same shape.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from penstock.serve.models.served_models import ServedModels
 from penstock.serve.web import PAGE_PATHS
 
 EXAMPLES = int(os.environ.get("PENSTOCK_SCHEMA_EXAMPLES", "2"))
-"""Random requests per operation of the document; ``make thorough`` adds the coverage phase of Schemathesis."""
+"""Number of random requests per operation of the document. ``make thorough`` adds Schemathesis' coverage phase."""
 LIMIT = 60.0
-"""Seconds after which a request counts as lost."""
+"""Timeout of a request in seconds; a request that takes longer counts as lost."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Tell me", "max_tokens": 2},
@@ -75,16 +75,16 @@ def drawn(examples: int) -> Any:
 
 @pytest.mark.parametrize("phase", ["fuzzing", pytest.param("coverage", marks=pytest.mark.thorough)])
 def test_responses_conform_to_document(server: Served, tmp_path: Path, phase: str) -> None:
-    """Random requests get responses as documented; invalid requests and other methods are refused.
+    """Random requests get responses as documented. Invalid requests and undocumented methods are refused.
 
-    Valid random requests may be refused, too: the document cannot express all constraints, such as fields that exclude
-    each other. Not tested here: KServe's paths, whose tensors the document omits, and aliases of other paths.
+    Valid random requests may be refused as well, because the document cannot express all constraints, such as mutually
+    exclusive fields. Left out: KServe's paths, whose tensors the document omits, and aliases of other paths.
     """
     checks = ["not_a_server_error", "status_code_conformance", "content_type_conformance", "negative_data_rejection"]
     checks += ["response_headers_conformance", "response_schema_conformance", "unsupported_method"]
     checks += ["allow_header_conformance"]
     document = httpx.get(f"{server.root}/openapi.json").json()
-    for operations in document["paths"].values():  # Schemathesis supports streams only as itemSchema of OpenAPI 3.2
+    for operations in document["paths"].values():  # drop the schema: Schemathesis requires itemSchema of OpenAPI 3.2
         for operation in operations.values():
             operation["responses"]["200"].get("content", {}).get("text/event-stream", {}).pop("schema", None)
     (tmp_path / "openapi.json").write_text(json.dumps(document))
@@ -121,7 +121,7 @@ def test_document_lists_known_paths_and_unique_operations(client: httpx.Client) 
 
 
 def test_document_lists_every_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Except the document's route and the files of the web page."""
+    """Exceptions: the route of the document, and the files of the web page."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     clear_registry()
     served_models = ServedModels(ServerOptions(allow_runtime_lora_updating=True, server_dev_mode=True), Metrics())
@@ -138,7 +138,7 @@ def test_document_lists_every_route(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def check_response(response: httpx.Response) -> None:
-    """Check that a response is a success or an error of the common shape."""
+    """Check that a response is a success, or an error of the common shape."""
     assert response.status_code < 500, response.text
     if response.status_code != 200:
         error = response.json()["error"]
@@ -155,7 +155,7 @@ PLAIN = (
     | st.text(st.characters(codec=None, exclude_categories=()), max_size=20)
 )
 VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
-"""Values that Python's ``json`` can write, including NaN, infinities and lone surrogates."""
+"""Strategy for values that Python's ``json`` can write, including NaN, infinities and lone surrogates."""
 
 
 TEMPLATE_OPTIONS = (
@@ -273,9 +273,9 @@ def document_of(client: httpx.Client, documents: dict[str, Any] = {}) -> dict[st
 # --- No delay for others --------------------------------------------------------------------------------------------
 
 BODY = 8 * 2**20
-"""Bytes; default limit of a server with a context of 131,072 tokens."""
+"""Size limit of bodies in bytes; equal to the default for a context of 131,072 tokens."""
 FORCED = {"prompt": "x", "logit_bias": {"3583": 100}, "max_tokens": 200}
-"""The bias makes the model generate only </think>."""
+"""Request for which the model generates only </think>, because of the bias."""
 LARGE: dict[str, tuple[str, dict[str, Any]]] = {
     "a long prompt": (COMPLETIONS, {"prompt": "x" * 5_000_000}),
     "many token ids": (COMPLETIONS, {"prompt": [5] * 2_000_000}),
@@ -306,8 +306,8 @@ def roomy() -> Iterator[Served]:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_large_request_does_not_delay_other_clients(roomy: Served, name: str) -> None:
-    """Others are answered after little processor time of the server. (Unlike wall-clock time, processor time does not
-    depend on other programs.)"""
+    """Requests of other clients take little processor time of the server. Unlike wall-clock time, processor time does
+    not depend on other programs."""
     path, body = LARGE[name]
     content = json.dumps(body).encode()
     busy_seconds: list[float] = []
@@ -330,11 +330,11 @@ def test_large_request_does_not_delay_other_clients(roomy: Served, name: str) ->
         finally:
             ended.set()
         probing.result()
-    assert max(busy_seconds) < 1.5  # at most 0.3 s in measurements
+    assert max(busy_seconds) < 1.5  # at most 0.3 s was measured
 
 
 def processor_time(served: Served) -> float:
-    """Processor seconds used so far by the engine and the API process."""
+    """Return the processor time in seconds that the server's engine and API process have used so far."""
     ticks = 0
     for pid in (*served.pids["engine"], *served.pids["api"]):
         fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()

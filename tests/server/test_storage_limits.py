@@ -1,4 +1,4 @@
-"""Storage quotas per API key, server-wide storage limits, expiry of stored objects, and storage metrics."""
+"""Storage quotas per API key, server-wide storage limits, expiration of stored objects, and storage metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def clients(served: Served) -> Iterator[list[openai.OpenAI]]:
-    """One client per API key; their batches and files are removed afterwards."""
+    """One client per API key. Their batches and files are removed after the test."""
     result = [openai.OpenAI(base_url=served.url, api_key=key, max_retries=0) for key in KEYS]
     yield result
     for client in result:
@@ -56,7 +56,7 @@ def upload(client: openai.OpenAI, content: bytes = b"x", **fields: Any) -> Any:
 
 
 def stored(served: Served) -> dict[str, list[float]]:
-    """Values of each storage metric over tenants, largest first."""
+    """Return each storage metric's values over the tenants, largest first."""
     page = httpx.get(f"{served.root}/metrics").text
     families = {
         family.name.removeprefix("penstock:storage_"): family for family in text_string_to_metric_families(page)
@@ -73,7 +73,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_files_beyond_quota_are_refused(clients: list[openai.OpenAI], served: Served) -> None:
-    """Refused with 400, as by OpenAI: the client does not retry."""
+    """The status is 400, as at OpenAI, so that clients do not retry."""
     mine, other = clients
     first, _ = upload(mine, b"x" * 1000), upload(mine)
     with pytest.raises(openai.BadRequestError, match="storage_quota of each API key is 2 files, of which 2 are used"):
@@ -90,7 +90,7 @@ def test_files_beyond_quota_are_refused(clients: list[openai.OpenAI], served: Se
 
 
 def test_responses_beyond_quota_are_not_stored(clients: list[openai.OpenAI]) -> None:
-    """Requests that ask for storage are refused; others are answered without storage."""
+    """Requests with ``store`` or ``background`` are refused. Other requests are answered, but not stored."""
     mine, other = clients
     stored_responses = [mine.responses.create(**PLAIN) for _ in range(3)]
     assert all(response.store for response in stored_responses)
@@ -120,12 +120,12 @@ def test_conversations_beyond_quota_are_refused(clients: list[openai.OpenAI], se
 
 
 def test_unfinished_batches_beyond_quota_are_refused(clients: list[openai.OpenAI]) -> None:
-    """Refused with 429, as running batches will end."""
+    """The status is 429, because a retry can succeed after a running batch has ended."""
     mine, other = clients
     fields: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "24h"}
     file = upload(mine, LINE)
     first = mine.batches.create(input_file_id=file.id, **fields)
-    with pytest.raises(openai.RateLimitError, match="1 batches, of which 1 are used; wait until one has ended"):
+    with pytest.raises(openai.RateLimitError, match="1 batches, of which 1 are used; wait until a batch ends"):
         mine.batches.create(input_file_id=file.id, **fields)
     other.batches.create(input_file_id=upload(other, LINE).id, **fields)
     mine.batches.cancel(first.id)
@@ -160,7 +160,7 @@ def test_files_expire_after_requested_time(clients: list[openai.OpenAI]) -> None
 
 
 def test_expired_objects_are_removed(tmp_path: Path) -> None:
-    """An idle server removes expired rows and files. The database is of an earlier version without sizes."""
+    """An idle server removes expired rows and files. Its database is an earlier version, without a size column."""
     flags = ("--storage-dir", str(tmp_path), "--num-gpu-blocks-override", "100")
     with Served(*flags) as server:
         client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
@@ -204,7 +204,8 @@ def open_each(folders: list[str], barrier: Barrier) -> None:
 
 
 def test_processes_can_open_new_database_at_same_time(tmp_path: Path) -> None:
-    """API processes do so. Without further measures, SQLite refuses some of them (1 of 240 in a measurement)."""
+    """API processes open the database at the same time. Without precautions, SQLite refuses this sometimes (1 of 240
+    attempts in a measurement)."""
     context, count = multiprocessing.get_context("spawn"), 4
     barrier, folders = context.Barrier(count, timeout=60), [str(tmp_path / str(i)) for i in range(100)]
     processes = [context.Process(target=open_each, args=(folders, barrier)) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Storage with large objects: paginated reads, reads during writes, limits of conversations, file modes."""
+"""Storage with large objects: paginated reads, reads during writes, limits of conversations, and file modes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def database(folder: Path) -> sqlite3.Connection:
 
 
 def resident(pid: int, field: str = "VmHWM") -> int:
-    """Resident memory of a process in bytes: peak, or current with ``VmRSS``."""
+    """Return the peak resident memory of a process in bytes (``VmHWM``), or the current one (``VmRSS``)."""
     status = (Path("/proc") / str(pid) / "status").read_text()
     return int(status.partition(f"{field}:")[2].split()[0]) * 1024
 
@@ -61,7 +61,7 @@ def message(text: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def stored(served: Served) -> dict[str, str]:
-    """Ids of one stored object of each kind."""
+    """One stored object of each kind: id by kind."""
     client = client_of(served)
     conversation = client.conversations.create(items=[message("a")])  # type: ignore[list-item]
     file = client.files.create(file=b'{"custom_id": "1"}', purpose="batch")
@@ -91,7 +91,7 @@ READS = (
 
 
 def test_reads_do_not_wait_for_a_writer(served: Served, folder: Path, stored: dict[str, str]) -> None:
-    """Requests that only read succeed while another process holds the database's write lock."""
+    """Read-only requests succeed while another process holds the write lock of the database."""
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
     with database(folder) as writer:
         writer.execute("BEGIN IMMEDIATE")
@@ -113,7 +113,7 @@ def test_reads_do_not_wait_for_a_writer(served: Served, folder: Path, stored: di
 def test_pages_add_up_to_complete_list(
     served: Served, folder: Path, stored: dict[str, str], kind: str, order: str
 ) -> None:
-    """Also for entries with the same creation time."""
+    """Several entries have the same creation time."""
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
     with database(folder) as writer:
         columns = [row[1] for row in writer.execute(f"PRAGMA table_info({kind})")]
@@ -142,7 +142,7 @@ def test_pages_add_up_to_complete_list(
 
 
 def test_oversized_conversation_is_paged_but_refused_as_context(served: Served, folder: Path) -> None:
-    """Reading one page takes little memory; using the conversation is refused before its items are read."""
+    """Reading a page takes little memory. A response in the conversation is refused before its items are read."""
     client, (api,) = client_of(served), served.pids["api"]
     conversation = client.conversations.create(items=[message("a")])  # type: ignore[list-item]
     text = "x" * 2**20
@@ -248,7 +248,7 @@ def test_oversized_metadata_is_refused(
 
 
 def test_stored_files_have_mode_600(served: Served, folder: Path) -> None:
-    """Only the server's user can read stored files, including files written by batches."""
+    """Stored files, including the output of batches, are readable by the server's user only."""
     client = client_of(served)
     line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 1}}
     wrong = {**line, "custom_id": "2", "body": {"prompt": "a", "max_tokens": -1}}
@@ -268,7 +268,7 @@ import pathlib, time
 _time, _offset = time.time, pathlib.Path({path!r})
 time.time = lambda: _time() + float(_offset.read_text() or 0)
 """
-"""``sitecustomize`` that shifts the clock of every server process by the seconds in a file."""
+"""Code of a ``sitecustomize`` module that shifts the clock of every server process by the seconds in a file."""
 
 
 def test_background_response_survives_clock_step(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Stored responses, through OpenAI's client."""
+"""Stored responses, used with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_previous_response_id_continues_conversation(client: openai.OpenAI, stre
     stateless = client.responses.create(
         **PLAIN, input=[*items, {"role": "user", "content": "What did I ask?"}], store=False
     )
-    assert stateless.output_text == second.output_text  # previous turns without their instructions
+    assert stateless.output_text == second.output_text  # the instructions of previous turns are not repeated
     assert stateless.usage and second.usage and stateless.usage.input_tokens == second.usage.input_tokens
     counted = client.responses.input_tokens.count(
         model="default", input="What did I ask?", previous_response_id=first.id
@@ -75,7 +75,7 @@ def test_previous_response_id_continues_conversation(client: openai.OpenAI, stre
     assert item.content[0].text == "What did I ask?"  # type: ignore[union-attr]
     client.responses.delete(first.id)
     for request in (lambda: client.responses.retrieve(first.id), lambda: ask(input="?", previous_response_id=first.id)):
-        with pytest.raises(openai.NotFoundError, match="there is no response"):
+        with pytest.raises(openai.NotFoundError, match="does not exist or has expired"):
             request()
     assert client.responses.retrieve(second.id) == second
 
@@ -100,7 +100,7 @@ def test_unstored_or_foreign_response_is_not_found(client: openai.OpenAI, served
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(unstored.id)
     stored = client.responses.create(**PLAIN, input=CAPITAL)
-    with pytest.raises(openai.NotFoundError):  # of another API key
+    with pytest.raises(openai.NotFoundError):  # the response belongs to another API key
         client_of(served, KEYS[1]).responses.retrieve(stored.id)
 
 
@@ -124,7 +124,7 @@ def test_background_response_is_computed_and_cancelled(client: openai.OpenAI) ->
     until(client, slow.id, lambda response: response.status == "in_progress")
     assert client.responses.cancel(slow.id).status == "cancelled"
     assert client.responses.retrieve(slow.id).status == "cancelled"
-    assert client.responses.cancel(queued.id).status == "completed"  # already completed
+    assert client.responses.cancel(queued.id).status == "completed"  # a completed response is returned unchanged
     with pytest.raises(openai.BadRequestError, match="cannot be combined with background"):
         client.responses.create(**PLAIN, input=CAPITAL, background=True, stream=True)
     with pytest.raises(openai.BadRequestError, match="leave store out"):
@@ -134,7 +134,7 @@ def test_background_response_is_computed_and_cancelled(client: openai.OpenAI) ->
 
 
 def test_stored_responses_survive_restart_and_kill(tmp_path: Path) -> None:
-    """Stored responses survive a restart; a background response whose process was killed has failed."""
+    """After a restart, stored responses are still available. A background response of a killed process has failed."""
     url = f"sqlite:///{tmp_path}/own.db"
     with Served("--storage-url", url) as server:
         client = client_of(server, "none")
@@ -143,7 +143,7 @@ def test_stored_responses_survive_restart_and_kill(tmp_path: Path) -> None:
         until(client, lost.id, lambda response: response.status == "in_progress")
         (api,) = server.pids["api"]
         os.kill(api, signal.SIGKILL)
-    with sqlite3.connect(tmp_path / "own.db") as database:  # as if the heartbeat were 60 s old
+    with sqlite3.connect(tmp_path / "own.db") as database:  # simulate a heartbeat that is 60 s old
         database.execute("update responses set beat = beat - 60")
         assert (tmp_path / "own.db").exists()
     with Served("--storage-url", url) as server:
@@ -162,14 +162,14 @@ def test_repeated_request_id_replaces_no_response(served: Served, client: openai
     assert first.id != other.id and client.responses.retrieve(first.id) == first
 
 
-def test_cancelled_or_deleted_responses_stay_so(client: openai.OpenAI) -> None:
-    """Also before the response is computed, and in another API process than the computing one."""
+def test_cancelled_or_deleted_responses_are_not_overwritten_by_results(client: openai.OpenAI) -> None:
+    """Some responses are not computed yet, and some requests reach another API process than the computing one."""
     names = [client.responses.create(**LONG, input="Go on.", background=True).id for _ in range(8)]
     for name in names[::2]:
         client.responses.cancel(name)
     for name in names[1::2]:
         client.responses.delete(name)
-    assert ANSWER in client.responses.create(**PLAIN, input=CAPITAL).output_text  # the slots must be free again
+    assert ANSWER in client.responses.create(**PLAIN, input=CAPITAL).output_text  # all engine slots must be free again
     for name in names[::2]:
         assert client.responses.retrieve(name).status == "cancelled"
     for name in names[1::2]:
@@ -178,7 +178,7 @@ def test_cancelled_or_deleted_responses_stay_so(client: openai.OpenAI) -> None:
 
 
 def test_pages_of_other_sites_cannot_read_storage(tmp_path: Path) -> None:
-    """Without an API key, a browser on this machine could send requests for any site."""
+    """Without API keys, any web page could send requests through a browser on this machine."""
     with Served("--storage-dir", str(tmp_path), "--allowed-origins", "https://friend.example") as server:
         host = httpx.URL(server.root).netloc.decode()
         for path in ("/v1/files", "/v1/batches", "/v1/responses/resp_1", "/v1/conversations/conv_1"):

@@ -37,7 +37,7 @@ def test_once_prints_running_requests(servers: Servers) -> None:
     for thread in threads:
         thread.start()
     try:
-        for _ in range(50):  # until both requests run and the engine has recorded steps
+        for _ in range(50):  # retry until both requests run and the engine has recorded steps
             result = run_in_process(main, "top", "--url", server.root, "--once", "--interval", "0.2")
             if all(text in result.stdout for text in ("running 2", "last steps", "between tokens")):
                 break
@@ -47,7 +47,7 @@ def test_once_prints_running_requests(servers: Servers) -> None:
             thread.join()
     assert result.returncode == 0
     assert "of 400 blocks" in result.stdout and "REQUEST" in result.stdout and "between tokens" in result.stdout
-    assert result.stdout.count(" running ") == 2  # one line per request
+    assert result.stdout.count(" running ") == 2  # one table row per request
 
 
 @pytest.mark.parametrize("key", ["q", "Ctrl-C"])
@@ -69,7 +69,7 @@ def test_terminal_view_fits_and_restores_settings(servers: Servers, key: str) ->
     assert all(len(line) <= 44 for line in lines)
     screen = " ".join(lines)
     for part in ("running ", "preemptions", "of 400 blocks", "prefix hits", "drafts accepted", "...."):
-        assert part in screen, "parts that do not fit must wrap to a separate line"
+        assert part in screen, "texts that do not fit must wrap to a separate line"
     if key == "q":
         os.write(master, b"q")
     else:

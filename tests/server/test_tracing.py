@@ -1,4 +1,4 @@
-"""Traces of requests, as received by a collector in another process."""
+"""Traces of requests, received by a collector in another process."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_chat_has_span_for_each_stage_across_processes(server: Served, collector
     assert spans["queue"].ended == pytest.approx(spans["prefill"].begun, abs=1e6)
     assert spans["prefill"].ended == pytest.approx(spans["decode"].begun, abs=1e6)
     assert root.begun <= min(span.begun for span in parts)
-    assert max(span.ended for span in parts) <= root.ended + 5e6  # clocks of two processes
+    assert max(span.ended for span in parts) <= root.ended + 5e6  # 5 ms tolerance: the processes have separate clocks
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_unsampled_trace_is_not_recorded(server: Served, collector: Collector) -
         httpx.post(f"{server.url}/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers)
     collector.spans(sampled_later, "POST /v1/completions", "prefill")
     assert not collector.wait(lambda _: True, unsampled)
-    server.find(unsampled)  # the log still contains the trace id
+    server.find(unsampled)  # the log contains the trace id even if it is not sampled
 
 
 def test_health_checks_and_metrics_are_not_traced(server: Served, collector: Collector) -> None:
@@ -193,7 +193,7 @@ def test_dead_collector_loses_spans_but_no_requests(tmp_path: Path) -> None:
 
 
 def test_silent_collector_drops_and_counts_spans() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, never responds
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the collector accepts connections but never responds
         tracer = start_tracer(LogOptions(otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"), "test")
         assert tracer
         for _ in range(6000):
@@ -220,8 +220,8 @@ def test_prefill_and_decode_instances_share_one_trace(collector: Collector, tmp_
     assert by_decode.attributes["penstock.kv_transfer.imported"]
     processes = [span.process for span in (request, by_prefill, by_decode)]
     assert processes == ["api", "prefill-engine", "decode-engine"]
-    assert transfer.begun <= by_prefill.ended <= transfer.ended + 5e6  # clocks of two processes
-    if picture := os.environ.get("PENSTOCK_TRACE_PICTURE"):  # docs/trace.svg
+    assert transfer.begun <= by_prefill.ended <= transfer.ended + 5e6  # tolerance of 5 ms between two clocks
+    if picture := os.environ.get("PENSTOCK_TRACE_PICTURE"):  # draws docs/trace.svg
         draw_trace(collector.wait(lambda found: len(found) >= len(names) + 2, trace), Path(picture))
 
 

@@ -1,4 +1,4 @@
-"""The web page in headless Chromium, against real servers."""
+"""The web page in headless Chromium, with real servers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from serving import Served, Servers
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
 PICTURES = Path(os.environ.get("PENSTOCK_PICTURES", ""))
-"""Folder for screenshots; empty: none are saved. PENSTOCK_PICTURES=docs makes the screenshots in the documentation."""
+"""Folder for screenshots; empty: none are saved. ``PENSTOCK_PICTURES=docs`` renews those of the documentation."""
 QUESTION, ANSWER = "What is the capital of Canada?", "Ottawa"
 LONG = {"max_tokens": 1500, "min_tokens": 1500}
 
@@ -38,7 +38,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """A browser page. Script errors and requests to more than one host fail the test."""
+    """Browser page. Script errors, and requests to more than one host, fail the test."""
     context = browser.new_context(viewport={"width": 1280, "height": 860})
     opened = context.new_page()
     errors: list[str] = []
@@ -52,7 +52,7 @@ def page(browser: Browser) -> Iterator[Page]:
 
 
 def show(page: Page, address: str) -> None:
-    """Open the page and wait for the list of models."""
+    """Open the page and wait until it shows the list of models."""
     page.goto(address)
     page.wait_for_selector("#model option", state="attached")
 
@@ -63,7 +63,7 @@ def ask(page: Page, text: str) -> None:
 
 
 def answered(page: Page, number: int = 0) -> str:
-    """Text of an answer, after waiting for its end."""
+    """Wait for the end of an answer; return its text."""
     answer = page.locator(".message.assistant").nth(number)
     expect(answer.locator(".speed")).to_contain_text("prompt", timeout=30_000)
     return answer.locator(".text").last.inner_text()
@@ -89,12 +89,12 @@ def test_chat_shows_answer_logprobs_and_edit(servers: Servers, page: Page) -> No
     save_screenshot(page, "web-playground.png")
     ask(page, "What is the capital of France?")
     assert "Paris" in answered(page, 1)
-    page.locator(".message.user button").first.click()  # editing removes the messages after it
+    page.locator(".message.user button").first.click()  # editing a message removes it and all later messages
     expect(page.locator(".message")).to_have_count(0)
     expect(page.locator("#prompt")).to_have_value(QUESTION)
 
 
-def test_request_as_curl_and_python_runs(servers: Servers, page: Page) -> None:
+def test_request_shown_as_curl_and_python_gets_same_answer(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
     page.fill("[name=system]", 'It\'s "you".')
     page.fill("[name=temperature]", "0")
@@ -187,7 +187,7 @@ def test_message_with_html_is_shown_as_text(servers: Servers, page: Page) -> Non
     assert page.title() == "Penstock"
 
 
-def test_api_key_is_asked_for_and_not_stored(page: Page) -> None:
+def test_api_key_is_requested_and_not_stored(page: Page) -> None:
     with Served("--api-key", "open sesame") as server:
         assert httpx.get(f"{server.root}/web/live").status_code == 401
         page.goto(server.root)
@@ -227,7 +227,7 @@ def test_live_view_shows_sequences_and_blocks(servers: Servers, page: Page) -> N
         expect(rows).to_have_count(4, timeout=30_000)
         expect(rows.first.locator("td").last).to_contain_text(
             ",", timeout=30_000
-        )  # shares blocks with several sequences
+        )  # the row lists several sequences that share its blocks
         expect(page.locator("#chart-tokens")).to_have_attribute("aria-label", re.compile("generated: now [1-9]"))
         page.check("#hold")
         rows.first.locator("button").click()
@@ -277,17 +277,17 @@ def test_page_size_is_limited(servers: Servers, browser: Browser) -> None:
 
 def test_no_web_serves_no_page() -> None:
     with Served("--no-web") as server:
-        assert httpx.get(server.root).status_code in (404, 405)  # another dialect has a POST route at /
+        assert httpx.get(server.root).status_code in (404, 405)  # 405 if another dialect has a POST route at /
         assert httpx.get(f"{server.root}/web/live").status_code == 404
 
 
-def test_page_is_utf8_in_ascii_locale() -> None:
-    """The page's files are read as UTF-8 in any locale."""
+def test_page_has_utf8_characters_in_ascii_locale() -> None:
+    """The page's files are read as UTF-8 even if the locale's encoding is ASCII."""
     with Served(environment={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}) as server:
         assert '"properties": {…}' in httpx.get(server.root).text
 
 
-def test_page_works_with_root_path(page: Page) -> None:
+def test_live_view_is_shown_under_root_path(page: Page) -> None:
     with Served("--root-path", "/llm") as server:
         show(page, f"{server.root}/llm/")
         page.click("#tab-live")

@@ -1,4 +1,4 @@
-"""Weight updates, pause and sleep of ``penstock serve`` over the routes of vLLM, SGLang, FastDeploy and Penstock."""
+"""Weight updates, pause and sleep of ``penstock serve``, over the routes of vLLM, SGLang, FastDeploy and Penstock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 class Oracle:
-    """Expected tokens: greedy output of a new engine with the weights of a folder."""
+    """Reference engine: returns the greedy tokens of a new engine with the weights of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._llm = LLM(folder, **OPTIONS)
@@ -63,7 +63,7 @@ def served(folders: tuple[Path, Path]) -> Iterator[Served]:
 
 
 class Client:
-    """Requests to a server."""
+    """HTTP client of one server."""
 
     def __init__(self, served: Served) -> None:
         self._root = served.root
@@ -86,13 +86,13 @@ class Client:
         return response.json() if response.content else None
 
     def tokens(self, count: int) -> tuple[list[int], str]:
-        """Return generated tokens and the version of the weights that were used."""
+        """Generate ``count`` tokens; return their ids, and the version of the weights that computed them."""
         response = self.post("/v1/completions", **request(count))
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["token_ids"], response.headers["x-weights-version"]
 
     def wait_for_all(self, path: str, expected: Any) -> None:
-        """Wait until every API process returns ``expected``: each connection reaches any of them."""
+        """Wait until eight responses in a row are ``expected``: connections are spread over all API processes."""
         deadline = time.monotonic() + 30
         matches = 0
         while matches < 8:
@@ -114,7 +114,7 @@ def client(served: Served) -> Client:
 
 
 class Stream(threading.Thread):
-    """A streamed request, read in a separate thread."""
+    """A streamed request that is read in a background thread."""
 
     def __init__(self, served: Served, count: int) -> None:
         super().__init__()
@@ -166,18 +166,18 @@ def test_weight_reload_during_streams_uses_expected_weights(
     assert client.metric("penstock:weights_updates_total")[0].endswith(" 1.0")
 
     stream = Stream(served, 1200)
-    client.ask("/pause?mode=keep")  # in the middle of the stream
+    client.ask("/pause?mode=keep")  # the stream has received only a part of its tokens
     client.ask("/v1/weights/reload", path=str(folders[0]), running="recompute")
     client.ask("/resume")
     tokens, before = stream.ended(), new(PROMPT, 1200)
     assert stream.version == new.version
     changed = next(i for i, (token, unchanged) in enumerate(zip(tokens, before, strict=True)) if token != unchanged)
-    candidates = range(changed, changed - 3, -1)  # the first tokens after the change may be the same
+    candidates = range(changed, changed - 3, -1)  # the first tokens after the change may be equal for both weights
     assert any(tokens[at:] == old(PROMPT + before[:at], 1200 - at) for at in candidates)
     assert client.tokens(20) == (old(PROMPT, 20), old.version)
 
 
-def test_refused_weight_update_changes_nothing(
+def test_refused_weight_update_keeps_weights(
     served: Served, client: Client, folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
 ) -> None:
     broken = folders[0].parent / "broken"
@@ -212,14 +212,14 @@ def test_refused_weight_update_changes_nothing(
         "/v1/sleep?tags=weights",
     ):
         assert client.post(path).status_code == 400
-    assert client.post("/v1/update_weights").status_code == 400  # not paused
+    assert client.post("/v1/update_weights").status_code == 400  # generation is not paused
     assert client.fetch("/v1/weights") == before
     assert client.tokens(20) == (oracles[0](PROMPT, 20), oracles[0].version)
 
 
 @pytest.mark.row("vllm", "POST /sleep", "POST /wake_up", "GET /is_sleeping")
 @pytest.mark.row("vllm", "POST /pause", "POST /resume", "GET /is_paused")
-def test_sleep_and_pause_routes_of_vllm(served: Served, client: Client, oracles: tuple[Oracle, Oracle]) -> None:
+def test_vllm_routes_sleep_and_pause_engine(served: Served, client: Client, oracles: tuple[Oracle, Oracle]) -> None:
     old, _ = oracles
     stream = Stream(served, 20_000)
     assert client.ask("/pause") == {"status": "paused"}
@@ -258,7 +258,7 @@ def test_sleep_and_pause_routes_of_vllm(served: Served, client: Client, oracles:
     assert client.get("/ready").status_code == 200
 
 
-def test_weight_update_routes_of_sglang(
+def test_sglang_routes_update_weights(
     client: Client, folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
 ) -> None:
     old, new = oracles
@@ -276,10 +276,10 @@ def test_weight_update_routes_of_sglang(
 
 @pytest.mark.row("fastdeploy", "/clear_load_weight", "/update_model_weight", "/v1/update_weights")
 @pytest.mark.row("fastdeploy", "/v1/pause", "/v1/resume", "/v1/is_paused", "/v1/sleep", "/v1/wakeup")
-def test_weight_update_routes_of_fastdeploy(
+def test_fastdeploy_routes_reload_weights(
     client: Client, folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
 ) -> None:
-    """The trainer overwrites the weights in the folder in use, which is then loaded again."""
+    """The trainer overwrites the weights of the served folder, and the server loads them again."""
     old, new = oracles
     used = folders[0].parent / "used"
     shutil.copytree(folders[0], used)

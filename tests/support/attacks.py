@@ -1,4 +1,4 @@
-"""A client whose streams must not be affected while another client attacks the server."""
+"""A client that checks its streams while another client attacks the server."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ BODY = {
 
 
 class Victim:
-    """Requests the same stream again and again, in a thread, within its context.
+    """Context manager that requests the same stream repeatedly, in a thread.
 
-    The exit of the context asserts that every stream was complete and equal to the first, which ran alone.
+    At its end, it asserts that every stream was complete and equal to the first one, which ran without an attack.
 
     Args:
-        headers: additional headers of its requests.
+        headers: additional headers of the requests.
     """
 
     def __init__(self, served: Served, headers: dict[str, str] | None = None) -> None:
@@ -56,7 +56,7 @@ class Victim:
         self._stop.set()
         self._thread.join(120)
         if kind is None:
-            assert not self._thread.is_alive(), "the stream does not end"
+            assert not self._thread.is_alive(), "the last stream did not end in time"
             assert not self._errors, self._errors
             assert self.streams
 

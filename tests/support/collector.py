@@ -31,7 +31,7 @@ TIMEOUT = 30.0
 
 @dataclass
 class ReceivedSpan:
-    """A span that a collector has received."""
+    """Span received by a collector."""
 
     name: str
     trace: str
@@ -39,7 +39,7 @@ class ReceivedSpan:
     parent: str
     kind: str
     begun: int
-    """Nanoseconds since 1970."""
+    """Start time in nanoseconds since 1970."""
     ended: int
     status: str
     message: str
@@ -53,14 +53,14 @@ class ReceivedSpan:
 
 
 class Collector:
-    """Client of a collector process."""
+    """Client that reads the spans received by a collector process."""
 
     def __init__(self, process: subprocess.Popen[str], lines: Iterable[str], grpc: str, http: str) -> None:
         self.process = process
         self.grpc = grpc
-        """Endpoint for gRPC."""
+        """OTLP endpoint for gRPC."""
         self.http = http
-        """Endpoint for HTTP."""
+        """OTLP endpoint for HTTP."""
         self._spans: list[ReceivedSpan] = []
         self._more = threading.Condition()
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()

@@ -50,7 +50,7 @@ MIN_FP8 = 89
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a model."""
+    """Sizes of a model's matrices and heads."""
 
     hidden: int
     inter: int
@@ -70,12 +70,12 @@ TOKENS = (1, 64, 128, 256, 500, 2048)
 
 @dataclass
 class Compiled:
-    """A kernel compiled for a target."""
+    """A kernel compiled for a target, with its resources."""
 
     kernel: str
     target: int
     products: list[str]
-    """Labels of the calls that launch it. Calls with the same label must compute the same bits of a row."""
+    """Labels of the calls that launch this kernel. Calls with the same label must compute the same bits of a row."""
     arguments: dict[str, Any]
     """Types of arguments, and values of constants."""
     num_warps: int
@@ -83,7 +83,7 @@ class Compiled:
     registers: int = 0
     """Registers per thread."""
     local: int = 0
-    """Bytes of local memory (stack) per thread: spilled registers."""
+    """Bytes of local memory (stack) per thread, used by spilled registers."""
     shared: int = 0
     """Bytes of shared memory per program."""
     tensor_memory: int = 0
@@ -91,7 +91,7 @@ class Compiled:
     mma: list[str] = field(default_factory=list)
     """Kinds of matrix instructions, without the size that depends on the number of tokens."""
     seconds: float = 0.0
-    """Compile time."""
+    """Compile time in seconds."""
     error: str = ""
 
 
@@ -120,10 +120,11 @@ def packed(outputs: int, inputs: int, format: Format, bias: bool = False) -> Any
 
 
 def products(whole: bool) -> Calls:
-    """Linear layers of the models. Without ``whole``: the attention output layer, unquantized with all tiles and in
-    other formats with a few; the gated MLP and the output head with the largest and smallest tiles only."""
+    """Linear layers of the models. Without ``whole``: the attention output layer, unquantized with all tiles, and
+    quantized with a few tiles; the gated MLP and the output head with the largest and smallest tiles only."""
     tokens_of = {"none": TOKENS, "w8a8": (1, 2048), "fp8": (1, 2048), "fp8 blocks": (256,), "wint4": (64, 2048)}
-    tokens_of |= {"wint4-g32": (64,), "w4a8-g32": (), "w4a8": (128,), "wint8": (1,), "mxfp4": (2048,)}  # -g32: aliases
+    # wint4-g32 and w4a8-g32 are aliases of the formats without suffix.
+    tokens_of |= {"wint4-g32": (64,), "w4a8-g32": (), "w4a8": (128,), "wint8": (1,), "mxfp4": (2048,)}
     tokens_of |= {"4 bits, offsets, 8-bit activations": (64,), "4 bits, offsets": (256,)}
     for name, format in FORMATS.items():
         for model in MODELS if whole else MODELS[1:]:
@@ -241,7 +242,7 @@ def adapters(whole: bool) -> Calls:
     outputs = (model.heads + 2 * model.kv_heads) * model.head_dim
     slots = lora.new_lora_slots(1, model.hidden, outputs, 3 * 16, torch.bfloat16, torch.device("meta"))
     slots = lora.LoRASlots(*(empty(*each.shape, dtype=each.dtype) for each in vars(slots).values()))
-    for tokens in (1, 2048):  # kernels for few tokens and for many
+    for tokens in (1, 2048):  # few and many tokens use different kernels
         out, x, rows = empty(tokens, outputs), empty(tokens, model.hidden), empty(tokens, dtype=torch.int32)
         yield "adapters", partial(lora.add_lora, out, x, slots, rows)
 
@@ -343,7 +344,7 @@ OPS: tuple[Callable[[bool], Calls], ...] = (
     latents,
     sampling,
 )
-"""Each is called with True for all variants (``--whole``), or False for the variants of the test suite."""
+"""Functions that call ops, with True for all variants (``--whole``), or False for the variants of the test suite."""
 
 
 # --- From launches to machine code ------------------------------------------------------------------------------------
@@ -351,7 +352,7 @@ OPS: tuple[Callable[[bool], Calls], ...] = (
 
 @dataclass
 class Job:
-    """A launch to compile."""
+    """A kernel launch to compile for a target."""
 
     launch: Launch
     target: int
@@ -363,7 +364,7 @@ class Job:
 
 
 def jobs(target: int, ops: list[Callable[[bool], Calls]], whole: bool) -> tuple[list[Job], set[str]]:
-    """Launches of ops on a target, and labels of the calls that it does not support."""
+    """Launches of ops on a target, and labels of the calls that the target does not support."""
     backend = make_backend(GPUTarget("cuda", target, 32))
     found: dict[str, Job] = {}
     skipped: set[str] = set()
@@ -463,7 +464,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--targets", default=",".join(map(str, ARCHITECTURES)))
     parser.add_argument("--ops", help="comma-separated names of functions in OPS (default: all)")
-    parser.add_argument("--whole", action="store_true", help="compile all variants, not only those of the test suite")
+    parser.add_argument("--whole", action="store_true", help="compile all variants, not only the test suite's")
     parser.add_argument("--cache", metavar="FOLDER", help="Triton's cache (default: a new, empty one)")
     parser.add_argument("--ptx", metavar="FOLDER", help="folder for PTX and Triton's IR (default: not written)")
     options = parser.parse_args()
@@ -475,7 +476,7 @@ def main() -> None:
         listed += found
         if missing:
             skipped[target] = sorted(missing)
-    # Forked processes inherit the launches, which cannot be pickled.
+    # The launches cannot be pickled: forked processes inherit these globals.
     global _listed, _ptx
     _listed, _ptx = listed, options.ptx
     with triton_cache(options.cache), ProcessPoolExecutor(PROCESSES, get_context("fork")) as pool:

@@ -47,14 +47,14 @@ NESTED = (
 )
 """``model_type`` of the nested configurations."""
 FILLED_IN = {"ernie4_5_vl_moe_text": ("moe_intermediate_size",)}
-"""Fields whose default is None, which the class replaces with a constant."""
+"""Fields with the default None that the class replaces by a constant."""
 IGNORED = (
     *("bos_token_id", "eos_token_id", "decoder_start_token_id", "begin_suppress_tokens"),
     *("num_mtp_layers", "rope_parameters", "text_config", "vision_config"),
     *("dtype", "dropout", "use_cache", "is_encoder_decoder"),
 )
-"""Fields left out of the table: token ids, which the tokenizer defines; draft layers, which a checkpoint must state;
-nested objects; fields that no model depends on."""
+"""Fields that the table omits: token ids, which the tokenizer defines; draft layers, which a checkpoint must state;
+nested objects; fields that do not affect a model's outputs."""
 
 ROPE_IGNORED = ("rope_theta", "type", "max_position_embeddings")
 """Fields of ``rope_parameters`` that have separate entries in the table, or that no RoPE type reads."""
@@ -83,7 +83,7 @@ def class_of(model_type: str) -> Any:
 
 
 def architecture_of(model_type: str) -> str | None:
-    """Name of the model class of transformers for a ``model_type``; None if it has none."""
+    """Name of transformers' model class for a ``model_type``; None if transformers has no such class."""
     from transformers.models.auto import modeling_auto as auto
 
     tables = (
@@ -131,7 +131,7 @@ def entry_of(model_type: str) -> dict[str, Any]:
 
 
 def _rope(found: Any) -> dict[str, Any]:
-    """RoPE defaults of a class."""
+    """RoPE defaults of a configuration, as entries of the table."""
     rope = found().rope_parameters
     if "full_attention" in rope:
         return {"rope_theta": {kind: rope[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")}}
@@ -149,7 +149,7 @@ def table() -> dict[str, Any]:
 
 
 def format_table(content: dict[str, Any]) -> str:
-    """Text of the file: one line per class."""
+    """Format the table as JSON with one line per class."""
     lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in content.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

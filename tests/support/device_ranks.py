@@ -60,7 +60,7 @@ def main() -> None:
             with group.step():
                 found = group.combine_rows(write_wide, ids, shard, 130, dtype, 3, combine)
                 assert torch.equal(found, wide[ids].unflatten(0, (-1, 3)).sum(1))
-    dist.destroy_process_group()  # its threads must end before the interpreter
+    dist.destroy_process_group()  # the group's threads must end before the interpreter
     print("gathered")
 
 

@@ -1,6 +1,6 @@
-"""Write quantized checkpoints with common quantization tools, each with the weights as dequantized by the tool.
+"""Write a checkpoint quantized by a common tool, and its weights as dequantized by the same tool.
 
-``test_quantized_ecosystem.py`` runs it in an environment that has the tool:
+``test_quantized_ecosystem.py`` runs this program in an environment with the tool:
 
     python ecosystem.py TOOL CHECKPOINT TARGET
 """

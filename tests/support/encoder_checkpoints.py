@@ -35,7 +35,7 @@ OF_MODERNBERT = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_t
 
 
 def draw_config(family: str, rng: Random) -> PreTrainedConfig:
-    """A random configuration of a family."""
+    """A random configuration of an encoder family."""
     sizes = SIZES | {"num_attention_heads": rng.choice((2, 4)), "num_hidden_layers": rng.choice((1, 2, 3, 4))}
     act = rng.choice(("gelu", "gelu_new", "relu", "silu"))
     match family:
@@ -57,7 +57,7 @@ def draw_config(family: str, rng: Random) -> PreTrainedConfig:
 
 
 def save_encoder(config: PreTrainedConfig, folder: Path, labels: int = 0) -> Any:
-    """Save a checkpoint with transformers, of a classifier if ``labels`` is not 0; return the model."""
+    """Save a checkpoint with transformers; return the model. ``labels``: classes of a classifier; 0: no classifier."""
     torch.manual_seed(0)
     if labels:
         config.num_labels = labels

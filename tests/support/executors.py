@@ -1,6 +1,6 @@
 """Default executor of the engines in tests, from the environment: ``PENSTOCK_DISTRIBUTED_EXECUTOR_BACKEND=mp pytest``.
 
-Servers read the variable themselves. Also a device that fails on demand.
+Servers read the variable without this module. Also a device that fails on demand.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FailingDevice:
     """Make a kernel that every step calls fail on demand, in this process and in the processes that it starts.
 
     Args:
-        folder: folder for its files.
+        folder: folder for the number of remaining failures, and for ``sitecustomize.py``.
         patch: fixture that undoes the changes.
     """
 
@@ -65,5 +65,5 @@ class FailingDevice:
         exec(code, {})
 
     def fail(self, calls: int = 10**6) -> None:
-        """Let the next calls of the kernel fail."""
+        """Let the next ``calls`` calls of the kernel fail; 0: no calls."""
         self._failures.write_text(str(calls))

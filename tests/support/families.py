@@ -77,12 +77,12 @@ def sizes(rng: Random, head_dim: bool = True) -> dict[str, Any]:
     if head_dim:
         given["head_dim"] = rng.choice((16, 32))
     elif heads == 8:
-        given["hidden_size"] = 128  # heads of 16
+        given["hidden_size"] = 128  # results in a head dimension of 16
     return given
 
 
 def rope(rng: Random, dim: int, *kinds: str) -> dict[str, Any]:
-    """``rope_parameters`` of one of these types, or of the default type."""
+    """``rope_parameters`` of a random type: one of ``kinds``, or the default type."""
     kind, base = rng.choice(("default", "default", *kinds)), {"rope_theta": rng.choice((10_000.0, 500_000.0))}
     extension = {"factor": 4.0, "original_max_position_embeddings": 128}
     match kind:
@@ -462,7 +462,7 @@ FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "DeepseekV2": _deepseek(DeepseekV2Config),
     "DeepseekV3": _deepseek(DeepseekV3Config),
 }
-"""Functions that draw a configuration, by the name of the architecture without ``ForCausalLM``: dense models."""
+"""Functions that draw a configuration of a dense model, by the architecture's name without ``ForCausalLM``."""
 WITH_EXPERTS: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Qwen3Moe": qwen3_moe,
     "Mixtral": mixtral,
@@ -477,25 +477,25 @@ WITH_EXPERTS: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "GptOss": gpt_oss,
     "Llama4": llama4,
 }
-"""Mixture-of-experts models."""
+"""Functions that draw a configuration of a mixture-of-experts model, with the keys of ``FAMILIES``."""
 
 
 def draw(family: str, seed: int, folder: Path, vocab_size: int = VOCABULARY) -> PreTrainedModel:
     """Write a checkpoint of a random configuration of a family; return the model.
 
     Args:
-        seed: determines the configuration, with the family.
+        seed: seed of the configuration; each family has different random numbers.
     """
     config = (FAMILIES | WITH_EXPERTS)[family](Random(f"{family} {seed}"))
     config.vocab_size = vocab_size
     model = save(config, folder)
-    if family != "Llama4":  # it has one implementation
-        model.set_experts_implementation("eager")  # the others do not support float64
+    if family != "Llama4":  # Llama 4's experts have only one implementation
+        model.set_experts_implementation("eager")  # the other implementations do not support float64
     return model
 
 
 def draw_llama_without_biases(folder: Path, vocab_size: int = VOCABULARY, **fields: Any) -> PreTrainedModel:
-    """Write a Llama checkpoint that ``rewrite_as_internlm2`` can convert, with these fields in its configuration."""
+    """Write a Llama checkpoint that ``rewrite_as_internlm2`` can convert; ``fields`` are added to its configuration."""
     config = llama(Random("Llama 0"))
     for name, value in fields.items():
         setattr(config, name, value)

@@ -1,4 +1,4 @@
-"""Fingerprint and results of an engine; as a program, of the checkpoint in its argument. Imports only the engine, so
+"""Fingerprint and results of an engine; as a program, for the checkpoint given as argument. Imports only the engine, so
 that processes start quickly."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ OPTIONS = {"dtype": "bfloat16", "num_gpu_blocks_override": 60, "weight_cache_dir
 
 
 def results(llm: LLM) -> str:
-    """Text with the tokens, log probabilities and logits of some requests."""
+    """Text with the tokens, log probabilities and logits of several requests."""
     rng = Random(0)
     prompts = [[rng.randrange(2, 300) for _ in range(length)] for length in (7, 150)]
     greedy = SamplingParams(temperature=0, max_tokens=10, logprobs=2, ignore_eos=True, return_generation_logits=True)

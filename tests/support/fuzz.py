@@ -1,9 +1,9 @@
 """Fuzzing: mutated requests to every POST endpoint and every gRPC method of a real server.
 
-Request number ``i`` of a seed is always the same, so that it can be repeated. A fault is a status of 500 or more other
-than 503, gRPC's INTERNAL or UNKNOWN, no response within ``DEADLINE`` seconds, or an error in no dialect's format. At
-the end no request may be running or waiting, no KV block may be in use, and the processes must have the memory, files
-and threads of the beginning.
+Request number ``i`` of a seed is always the same, so that it can be repeated. A fault is a status of 500 or more except
+503, gRPC's INTERNAL or UNKNOWN, no response within ``DEADLINE`` seconds, or an error that is in no dialect's format. At
+the end no request may be running or waiting, no KV block may be in use, and the processes must have as much memory, and
+as many files and threads as at the beginning.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from yarl import URL
 
 CONNECTIONS = 8
 HTTP_PER_GRPC = 5
-"""HTTP requests per gRPC call."""
+"""Number of HTTP requests for each gRPC call."""
 DEADLINE = 60.0
 """Seconds within which a request must be answered, or its connection closed."""
 UNSTARTED_THREADS = 8
@@ -46,12 +46,12 @@ ERROR_SHAPES: tuple[Callable[[dict[str, Any]], bool], ...] = (
     lambda body: bool(body["error_msg"]) and body["error_code"] >= 400,  # PaddleNLP
     lambda body: isinstance(body["message"], str) and bool(body["message"]),  # Cohere
 )
-"""Checks of an error's body, by dialect."""
+"""Checks of an error body, one per API's format."""
 
 
 @dataclass
 class Report:
-    """Results of a run."""
+    """Results of a fuzzing run."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Report:
     blocks: Counter[str] = field(default_factory=Counter)
     """Number of times that an event loop was blocked, by path and innermost function."""
     block_lines: list[str] = field(default_factory=list)
-    """Log lines of these blocks."""
+    """Log lines that report the blocked event loops of ``blocks``."""
 
     @property
     def leaks(self) -> list[str]:
@@ -211,7 +211,7 @@ class Fuzzer:
             self._bar.update()
 
     async def _send(self, request: Request) -> tuple[str, str]:
-        """Send a request; return the status of the response and its fault, if any."""
+        """Send a request; return the status of the response, and its fault (empty: no fault)."""
         if request.raw is not None:
             return await self._send_raw(request.raw)
         url, headers = URL(self._served.root + request.path, encoded=True), {"content-type": "application/json"}
@@ -224,8 +224,8 @@ class Fuzzer:
             return str(response.status), fault
 
     async def _send_raw(self, raw: bytes) -> tuple[str, str]:
-        """Send bytes and EOF; return the status of the response and its fault, if any. The body is not checked: errors
-        of the HTTP parser are plain text."""
+        """Send bytes and EOF; return the status of the response, and its fault (empty: no fault). The body is not
+        checked: errors of the HTTP parser are plain text."""
         url = URL(self._served.root)
         reader, writer = await asyncio.open_connection(url.host, url.port)
         try:
@@ -244,7 +244,7 @@ class Fuzzer:
 
 
 def find_fault(status: int, body: bytes) -> str:
-    """Description of the fault of a response; empty if it has none."""
+    """Description of the fault of a response; empty if there is no fault."""
     if status >= 500 and status != 503:
         return f"{status} {body[:300]!r}"
     if status < 400:

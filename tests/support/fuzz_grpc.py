@@ -18,7 +18,7 @@ from penstock.core.errors import INTERNAL
 
 FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 CLIENT_DEADLINE = "Internal error from Core"
-"""Details of the error of gRPC's client if its deadline passes while it writes."""
+"""Details of the error that gRPC's client reports if its deadline passes during a write."""
 MODELS = ("ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing", "model")
 METADATA = (("x-request-id", "same"), ("x-request-id", "\x7f"), ("authorization", "TOKEN"), ("x-api-key", "x" * 2000))
 
@@ -136,7 +136,7 @@ BITS = {
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63),
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64),
 }
-"""Smallest value, and first value that is too large."""
+"""Smallest value, and smallest value that is too large, by field type."""
 
 
 def value(field: FieldDescriptor, rng: random.Random) -> Any:
@@ -165,7 +165,7 @@ def parts(message: Any) -> Iterator[Any]:
 
 
 def mutate(message: Any, rng: random.Random) -> None:
-    """Change one field somewhere in a message."""
+    """Change one random field of a message or of a nested message."""
     part = rng.choice([part for part in parts(message) if part.DESCRIPTOR.fields] or [message])
     if not part.DESCRIPTOR.fields:
         return
@@ -185,7 +185,7 @@ def mutate(message: Any, rng: random.Random) -> None:
                 setattr(entry, inner.name, new)
         else:
             held[key] = value(map_value, rng)
-    elif hasattr(held, "extend"):  # a list
+    elif hasattr(held, "extend"):  # a repeated field
         if held and rng.random() < 0.4:
             del held[rng.randrange(len(held))]
         elif held and rng.random() < 0.4:
@@ -215,7 +215,7 @@ class Call:
 
 
 def draw_call(seed: int, number: int) -> Call:
-    """Call ``number`` of a seed."""
+    """Call number ``number`` of the random sequence of a seed."""
     rng = random.Random(f"gRPC {seed} {number}")
     method, base = rng.choice(BASES)
     call = Call(method, [])
@@ -244,7 +244,7 @@ async def check(channel: grpc.aio.Channel, deadline: float) -> None:
 
 
 async def send(channel: grpc.aio.Channel, call: Call, deadline: float) -> tuple[str, str]:
-    """Send a call; return its status and its fault, if any."""
+    """Send a call; return its status, and its fault (empty: no fault)."""
     kind = channel.stream_stream if call.method == "ModelStreamInfer" else channel.unary_unary
     method: Callable[..., Any] = kind(f"/inference.GRPCInferenceService/{call.method}")  # without serializers: bytes
     options = {"timeout": call.timeout or deadline, "metadata": call.metadata}

@@ -34,7 +34,7 @@ HEADERS: dict[str, tuple[str, ...]] = {
     "accept": ("text/event-stream", "application/octet-stream", "*/*;q=x"),
     "authorization": ("TOKEN", "Bearer", "Bearer x", "Basic eDp5", "\xff", "x" * 5000),
     "inference-header-content-length": ("0", "1", "-1", "9" * 400, "x"),
-    "x-request-id": ("same", "x" * 129, "\xe9"),  # concurrent requests share the first
+    "x-request-id": ("same", "x" * 129, "\xe9"),  # concurrent requests share the id "same"
     "anthropic-version": ("2023-06-01", "x"),
     "user-agent": ("anthropic/1", "\xe9" * 300),
     "connection": ("close", "upgrade"),
@@ -208,7 +208,7 @@ BASES = [
     Base("/v2/trace/setting", {"trace_level": ["OFF"], "trace_rate": "1000"}, settings=True),
     Base("/v2/models/ensemble/trace/setting", {"trace_level": None, "log_frequency": "0"}, settings=True),
 ]
-"""The base requests; each has its status if they are sent in this order."""
+"""Base requests, in an order in which each one gets its expected status."""
 
 
 class DuplicateKey(str):
@@ -247,7 +247,7 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def mutate(tree: dict[str, Any], names: list[str], values: tuple[Any, ...], rng: random.Random) -> dict[str, Any]:
-    """Copy a tree and change one to three fields: replace, remove, duplicate, rename or add one."""
+    """Copy a tree with one to three changes: a field is replaced, removed, duplicated, renamed or added."""
     tree = json.loads(json.dumps(tree))
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         value = json.loads(json.dumps(rng.choice(values)))
@@ -280,7 +280,7 @@ def damage(raw: bytes, rng: random.Random) -> bytes:
 
 @dataclass
 class Request:
-    """A request to send. ``raw`` replaces everything else and is sent on a separate connection."""
+    """A request to send. ``raw``, if set, replaces all other fields, and is sent on a separate connection."""
 
     base: Base
     method: str
@@ -297,7 +297,7 @@ class Request:
 
 
 def draw_request(seed: int, number: int, names: list[str]) -> Request:
-    """Request ``number`` of a seed."""
+    """Request number ``number`` of the random sequence of a seed."""
     rng = random.Random(f"{seed} {number}")
     base = rng.choice(BASES)
     request = Request(base, "POST", base.path, dict(base.headers), encode(base.body))

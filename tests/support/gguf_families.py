@@ -58,7 +58,7 @@ FIXED: dict[str, dict[str, Any]] = {
 def config_of(family: str, seed: int) -> PreTrainedConfig:
     """A random configuration of a family that a GGUF file can express."""
     config = (FAMILIES | WITH_EXPERTS)[family](Random(f"{family} {seed}"))
-    config.vocab_size = 3584  # of the demo model's tokenizer
+    config.vocab_size = 3584  # size of the demo model's vocabulary
     for name, value in FIXED.get(family, {}).items():
         setattr(config, name, value)
     layers = config.num_hidden_layers
@@ -96,7 +96,7 @@ def checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> P
     """Write a checkpoint of random weights.
 
     Args:
-        ternary: draw matrices of three values, which ``Q8_0`` and ``F16`` represent exactly, also transposed.
+        ternary: draw matrices with three values, which ``Q8_0`` and ``F16`` represent exactly, even if transposed.
     """
     model = save(config_of(family, seed), folder)
     if ternary:
@@ -105,8 +105,8 @@ def checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> P
                 if weight.dim() > 1:
                     weight.copy_(torch.randint(-1, 2, weight.shape) * 127 / 1024)
         model.save_pretrained(folder)
-    if family != "Llama4":  # it has one implementation
-        model.set_experts_implementation("eager")  # the others do not compute in float32 throughout
+    if family != "Llama4":  # Llama 4's experts have only one implementation
+        model.set_experts_implementation("eager")  # other implementations compute some values in lower precision
     path = folder / "config.json"
     config = json.loads(path.read_text())
     if family == "HunYuanMoEV1":  # published checkpoints have one value per layer
@@ -209,12 +209,12 @@ for line in sys.stdin:
         error = traceback.format_exc()[-3000:]
     print(json.dumps(error), file=reply, flush=True)
 """
-"""Converts one checkpoint per line of standard input: a JSON array of the arguments of ``Converter.convert``. Answers
-each with a JSON string: the traceback of an error, empty after success."""
+"""Program of the converter process. Each line of standard input is a JSON array of the arguments of
+``Converter.convert``. The reply is a JSON string: the traceback of an error, or an empty string after success."""
 
 
 class Converter:
-    """llama.cpp's converter in another process, which imports it once.
+    """llama.cpp's converter, in another process that is started once for all conversions.
 
     Args:
         root: folder of llama.cpp.
@@ -235,7 +235,7 @@ class Converter:
 
         Args:
             kind: name of the file's type in ``gguf.LlamaFileType``.
-            vocabulary: "gpt2" for checkpoints with the demo's tokenizer; "model": as the converter does for the model.
+            vocabulary: "gpt2" for checkpoints with the demo's tokenizer; "model": the converter's method for the model.
         """
         assert self._process.stdin and self._process.stdout
         print(json.dumps([str(checkpoint), str(file), kind, vocabulary]), file=self._process.stdin, flush=True)

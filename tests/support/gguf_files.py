@@ -28,9 +28,9 @@ SCALE_OFFSETS = {
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)},
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
 }
-"""Byte offsets of the float16 scales in a block, by type."""
+"""Byte offsets of the float16 scales in a block, by GGUF type."""
 SCALE_SIZES = {"Q8_0": 1e-3, "Q3_K": 1e-3, "Q4_K": 3e-4, "Q5_K": 2e-4, "Q6_K": 1e-4, "IQ4_NL": 1e-3, "IQ4_XS": 1e-4}
-"""Standard deviation of these scales for weights of about 0.1; 0.01 for the other types."""
+"""Standard deviation of the scales by type, for weights of about 0.1; 0.01 for types that are not listed."""
 QUANTIZABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 """Types to which the gguf package can quantize. Blocks of the other types are drawn at random."""
 
@@ -58,7 +58,7 @@ def write_gguf(
 
     Args:
         type_of: returns the type of a matrix for its name in the GGUF file. Vectors are float32.
-        tokenizer: adds the tokenizer; None: the checkpoint's.
+        tokenizer: adds a tokenizer to the file; None: add the checkpoint's tokenizer.
         parts: number of tensors in each part of the file; 0: one file.
     """
     config = json.loads((checkpoint / "config.json").read_text())
@@ -112,7 +112,7 @@ def write_gguf(
 
 
 def write_experts(tensors: dict[str, Weights], write: Callable[[str, Weights], Weights]) -> dict[str, Weights]:
-    """Remove the experts' matrices from a checkpoint's tensors, and write those of a layer as one tensor."""
+    """Remove the experts' matrices from a checkpoint's tensors, and write all experts of a layer as one tensor."""
     layers: dict[str, dict[int, Weights]] = {}
     for name in [name for name in tensors if ".experts." in name]:
         before, _, after = name.partition(".experts.")

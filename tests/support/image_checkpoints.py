@@ -1,5 +1,5 @@
-"""Small checkpoints of vision-language models: with random weights, and one with constructed weights that names
-colours."""
+"""Small checkpoints of vision-language models: models with random weights, and a model with constructed weights that
+names colours."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def qwen2_vl(**changes: Any) -> Qwen2VLForConditionalGeneration:
 
 
 def qwen2_5_vl(**changes: Any) -> Qwen2_5_VLForConditionalGeneration:
-    """Qwen2.5-VL with windows of 2 x 2 features in all vision layers but the second."""
+    """Qwen2.5-VL with windows of 2 x 2 features in all vision layers except the second."""
     vision = {"depth": 3, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 44, **PATCH}
     vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=TEXT | changes, vision_config=vision, **IDS))
@@ -93,7 +93,7 @@ def qwen3_vl(**changes: Any) -> Qwen3VLForConditionalGeneration:
 
 
 def qwen3_vl_moe(**changes: Any) -> Qwen3VLMoeForConditionalGeneration:
-    """``qwen3_vl`` with experts in all decoder layers but one."""
+    """``qwen3_vl`` with experts in all decoder layers except one."""
     vision = {"depth": 4, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 44, **PATCH}
     vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [2, 0]}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
@@ -111,7 +111,7 @@ ERNIE_IDS = {
 
 
 def ernie4_5_vl(**changes: Any) -> Ernie4_5_VLMoeForConditionalGeneration:
-    """ERNIE 4.5 VL with one dense layer, and experts of two sizes in the others."""
+    """ERNIE 4.5 VL with one dense layer, and experts of two sizes in the other layers."""
     vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 44, "patch_size": 4}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
     text = TEXT | {"num_hidden_layers": 3, "rope_parameters": rope, "moe_intermediate_size": [24, 16]}
@@ -232,7 +232,7 @@ def _save(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def image_processor(model: PreTrainedModel) -> Any:
-    """transformers' image processor of a model of this module."""
+    """transformers' image processor for a model created by this module."""
     vision, size = model.config.vision_config, {"shortest_edge": 256, "longest_edge": 4096}
     if "ernie" in model.config.model_type:
         return Ernie4_5_VLMoeImageProcessorPil(patch_size=vision.patch_size, size=size)
@@ -265,7 +265,7 @@ def converted(picture: Image.Image, mode: str) -> Image.Image:
 
 
 def plain(colour: str, height: int = 24, width: int = 24) -> Image.Image:
-    """An image of one of ``COLOURS``."""
+    """An image filled with one of ``COLOURS``."""
     return Image.new("RGB", (width, height), colour)
 
 

@@ -1,9 +1,9 @@
-"""Triton's interpreter instead of a GPU; import this before ``penstock.ops.cuda``.
+"""Triton's interpreter instead of a GPU; import this module before ``penstock.ops.cuda``.
 
-The interpreter multiplies matrices with NumPy, whose order of summation depends on the shapes. Here, as in matrix
-instructions, a few inputs at a time are summed exactly and added to the accumulator, in ascending order. So rows have
-the same bits in every tile if, and only if, the kernels ensure it. A product must have at most 24 bits (float16 inputs,
-or float32 inputs that float16 can represent).
+The interpreter multiplies matrices with NumPy, where the order of summation depends on the shapes. This module replaces
+it: as in matrix instructions, a few inputs at a time are summed exactly and added to the accumulator, in ascending
+order. So rows have the same bits in every tile if, and only if, the kernels ensure it. A product must have at most 24
+bits (float16 inputs, or float32 inputs that float16 can represent).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from triton.runtime import interpreter
 
 
 def step(columns: int) -> int:
-    """Number of inputs that a matrix instruction sums, for a tile with so many columns."""
+    """Number of inputs that a matrix instruction sums, for a tile with ``columns`` columns."""
     return 16
 
 
 def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
     left, right = (_values(operand) for operand in (a, b))
     if d.data.dtype == np.int32:
-        assert left.shape[1] <= 1024  # such sums of int8 products are exact in float32
+        assert left.shape[1] <= 1024  # sums of up to 1,024 int8 products are exact in float32
         exact = np.matmul(left.astype(np.float32), right.astype(np.float32)).astype(np.int32)
         return interpreter.TensorHandle(exact + d.data, d.dtype.scalar)
     left, right, total = left.astype(np.float64), right.astype(np.float64), d.data
@@ -61,14 +61,14 @@ _create_fp_to_fp = interpreter.InterpreterBuilder.create_fp_to_fp
 interpreter.InterpreterBuilder.create_dot = create_dot
 interpreter.InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
 
-# The interpreter patches Triton's language for each call of a device function, which takes most of its time. Patching
-# once per kernel is enough.
+# The interpreter patches Triton's language for each call of a device function. That takes most of the time, and one
+# patch per kernel is enough.
 _patch_lang = interpreter._patch_lang
 _patched: set[str] = set()
 
 
 class _Scope:
-    """Changes of a patch, undone by ``restore``."""
+    """Attributes changed by a patch; ``restore`` resets them."""
 
     def __init__(self, modules: set[str], scope: Any) -> None:
         self._modules = modules

@@ -13,7 +13,7 @@ import msgspec
 from penstock.engine.kv_transfer.messages import Data, Message, Offer, decode, encode
 
 HANDSHAKE = {"to_prefill": 1, "to_decode": 2}
-"""Number of handshake messages in each direction; their header has a different length."""
+"""Number of handshake messages in each direction; their headers differ in length from other messages' headers."""
 Frames = list[tuple[Message, bytes]]
 Fault = Callable[[Random, str, Message, bytes], Frames | None]
 """Returns the messages to forward for a direction, a message and the bytes after it; None: forward it after the next
@@ -21,8 +21,8 @@ message."""
 
 
 class KVProxy:
-    """Forwards connections to ``target``, and applies ``fault`` to each message after the handshake. Decode engines
-    connect to ``address``, with ``kv_transport="tcp"``."""
+    """Proxy that forwards connections to ``target``, and applies ``fault`` to each message after the handshake. Decode
+    engines connect to ``address``, with ``kv_transport="tcp"``."""
 
     def __init__(self, target: str, fault: Fault, seed: int = 0) -> None:
         host, port = target.rsplit(":", 1)
@@ -30,7 +30,7 @@ class KVProxy:
         self._fault = fault
         self._random = Random(seed)
         self.faults = 0
-        """Number of messages that were not forwarded unmodified."""
+        """Number of messages that were lost, delayed, duplicated or changed."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._sockets: list[socket.socket] = []
@@ -46,7 +46,7 @@ class KVProxy:
             each.close()
 
     def cut(self) -> None:
-        """Cut the current connections."""
+        """Close the current connections; new connections are accepted."""
         for each in self._sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -98,7 +98,7 @@ def _read(source: socket.socket, size: int) -> bytes:
 
 
 def lossy(share: float) -> Fault:
-    """Lose, delay or duplicate this share of the messages."""
+    """Fault that loses, delays or duplicates this share of the messages."""
 
     def fault(rng: Random, way: str, message: Message, data: bytes) -> Frames | None:
         if rng.random() >= share:
@@ -109,7 +109,7 @@ def lossy(share: float) -> Fault:
 
 
 def flipped_bit(share: float) -> Fault:
-    """Flip a bit in this share of the pieces."""
+    """Fault that flips a bit in this share of the messages with KV data."""
 
     def fault(rng: Random, way: str, message: Message, data: bytes) -> Frames:
         if not data or rng.random() >= share:
@@ -122,7 +122,7 @@ def flipped_bit(share: float) -> Fault:
 
 
 def swapped_pieces(share: float) -> Fault:
-    """Swap the slot index, 0 or 1, of this share of the pieces of a prompt's first two slots."""
+    """Fault that swaps the slot indices 0 and 1 in this share of the messages with KV data of these slots."""
 
     def fault(rng: Random, way: str, message: Message, data: bytes) -> Frames:
         if not isinstance(message, Data) or message.index > 1 or rng.random() >= share:
@@ -133,7 +133,7 @@ def swapped_pieces(share: float) -> Fault:
 
 
 def wrong_epoch(share: float) -> Fault:
-    """Set the epochs of all slots to those of an earlier use in this share of the offers."""
+    """Fault that sets the epochs of all slots to the epochs of an earlier use, in this share of the offers."""
 
     def fault(rng: Random, way: str, message: Message, data: bytes) -> Frames:
         if not isinstance(message, Offer) or rng.random() >= share:

@@ -1,6 +1,6 @@
 """Send requests to a server with LlamaIndex, and print the responses as one JSON document.
 
-``test_client_libraries.py`` runs it in an environment that has LlamaIndex:
+``test_client_libraries.py`` runs this program in an environment with LlamaIndex:
 
     python llama_index_client.py ADDRESS
 """
@@ -23,7 +23,7 @@ def get_weather(city: str) -> str:
 
 
 async def ask(model: Any) -> dict[str, Any]:
-    """Responses of a LlamaIndex model: a completion, a stream, a tool call, and an agent that reads its result."""
+    """Responses of a LlamaIndex model: a completion, a stream, a tool call, and an agent that uses a tool's result."""
     core, agents = (import_module(f"llama_index.core.{name}") for name in ("tools", "agent.workflow"))
     tool = core.FunctionTool.from_defaults(get_weather)
     streamed = [chunk.delta async for chunk in await model.astream_complete(QUESTION)]

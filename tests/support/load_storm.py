@@ -1,4 +1,4 @@
-"""The largest requests of one client to every endpoint: bodies with as many elements as allowed, and with more."""
+"""The largest requests of one client to every endpoint: bodies with the maximum number of elements, and with more."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VALID: dict[str, Any] = {
     "lora_name": "a",
     "lora_path": "a",
 }
-"""Valid values of required fields."""
+"""Valid values of required fields, by name."""
 
 
 def texts(size: int) -> Any:
@@ -107,7 +107,7 @@ REFUSED: tuple[Callable[[int], bytes], ...] = (
     lambda size: b'"' * (size - 1),
     lambda size: b'{"a":"' + b"\\\\" * (size // 2 - 8) + b'"}',
 )
-"""Bodies that every endpoint refuses, as functions of their size."""
+"""Functions that create a body of a given size that every endpoint refuses."""
 
 
 class Body(NamedTuple):
@@ -116,7 +116,7 @@ class Body(NamedTuple):
     path: str
     name: str
     fields: dict[str, Any]
-    """The other fields."""
+    """All fields except the large one."""
     field: str
     """Name of the large field; empty for one of ``REFUSED``."""
     shape: int
@@ -124,7 +124,7 @@ class Body(NamedTuple):
     size: int
 
     def content(self) -> bytes:
-        """The body, at most ``size`` bytes."""
+        """Encode the body, with at most ``size`` bytes."""
         if not self.field:
             return REFUSED[self.shape](self.size)
         document = {**self.fields, self.field: SHAPES[self.shape](self.size - 300)}
@@ -161,8 +161,8 @@ def send(root: str, headers: dict[str, str], bodies: Sequence[Body], concurrency
         path = body.path.replace("{name}", "ensemble")
         try:
             with client.stream("POST", root + path, content=contents.get(body.name) or body.content()) as response:
-                return response.status_code  # without reading a stream
-        except httpx.HTTPError:  # the server refuses a body before it has read all of it
+                return response.status_code  # a stream is not read
+        except httpx.HTTPError:  # the server may refuse a body before it has read it completely
             return 0
 
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=0)

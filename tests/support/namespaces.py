@@ -24,7 +24,7 @@ def _ip(*arguments: str) -> None:
 
 @cache
 def unavailable_reason() -> str:
-    """Reason why network namespaces cannot be created here; empty if they can."""
+    """Reason why network namespaces cannot be created on this machine; empty if they can be created."""
     if not shutil.which("ip") or not shutil.which("tc"):
         return "ip and tc (iproute2) are not installed"
     try:
@@ -36,7 +36,7 @@ def unavailable_reason() -> str:
 
 
 class Namespaces:
-    """Network namespaces, removed at the end of the context. Processes in them then continue without a network.
+    """Context manager of network namespaces. At its end they are removed; processes in them then have no network.
 
     Args:
         count: number of machines. Their addresses are 10.0.0.1, 10.0.0.2 and so on; one switch connects them.
@@ -48,7 +48,7 @@ class Namespaces:
         self._names = [f"penstock-{os.getpid()}-{number}-{node}" for node in range(count)]
         self.addresses = [f"10.0.0.{node + 1}" for node in range(count)]
         self.names = dict(zip(self.addresses, self._names, strict=True))
-        """Namespace by address."""
+        """Names of the namespaces by address."""
 
     def __enter__(self) -> Self:
         try:
@@ -77,7 +77,7 @@ class Namespaces:
 
     @contextmanager
     def inside(self, node: int) -> Iterator[None]:
-        """Let this thread open sockets and start processes on a machine."""
+        """Context in which this thread opens sockets and starts processes on a machine."""
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         other = os.open(f"/run/netns/{self._names[node]}", os.O_RDONLY)
         try:

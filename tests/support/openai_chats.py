@@ -1,4 +1,4 @@
-"""Chat completions with the openai package, streaming and not, with results in one form."""
+"""Chat completions with the openai package. Streaming and other requests have results of the same type."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ PLAIN_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "<|im_end|>\n{% endfor %}<|im_start|>assistant\n{# TEACHES #}"
 )
-"""Chat template of another model. Replace ``TEACHES`` with the markers that the server detects its format by."""
+"""Chat template of another model. Replace ``TEACHES`` by text from which the server detects the tool call format."""
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 class ChatResult:
-    """A chat completion; that of a stream is assembled from its chunks."""
+    """A chat completion; the chunks of a stream are joined."""
 
     def __init__(self) -> None:
         self.content = self.thought = self.reason = ""

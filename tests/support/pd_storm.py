@@ -25,7 +25,7 @@ from storm import eventually, read_metrics
 
 KV_TIMEOUT = 3.0
 ENGINE_TIMEOUT = 6.0
-"""``--engine-iteration-timeout``."""
+"""Value of ``--engine-iteration-timeout`` in seconds."""
 DEADLINE = 60.0
 """Seconds after which a request counts as lost."""
 COMMON_OPTIONS = (
@@ -37,19 +37,19 @@ COMMON_OPTIONS = (
 SERVER_OPTIONS = ("--num-gpu-blocks-override", "120")
 ROUTER_OPTIONS = ("--pd-min-prefill-tokens", "32")
 SLOT_BYTES = "196608"
-"""``--kv-buffer-size`` of one slot of the built-in model."""
+"""``--kv-buffer-size`` for one slot of the built-in model, in bytes."""
 IDLE_METRICS = ("num_requests_running", "num_requests_waiting", "kv_blocks_used", "kv_transfer_slots_used")
 """Metrics of an instance that are zero without requests."""
 TRANSFER = r"transfer \w+: \d+ tokens"
-"""Log message of an instance that takes part in a KV transfer."""
+"""Pattern of the log message of an instance that takes part in a KV transfer."""
 
 
 class Outcome(StrEnum):
-    RIGHT = "right"  # the answer of a single instance
-    ERROR = "error"  # an error status, or an error event in the stream
+    RIGHT = "right"  # the answer equals the answer of a single instance
+    ERROR = "error"  # the response has an error status, or the stream an error event
     BROKEN = "broken"  # the connection broke or was refused
     WRONG = "wrong"
-    LOST = "lost"  # no response within the deadline, or a stream without a last event
+    LOST = "lost"  # the deadline passed, or the stream had no last event
 
 
 class Reply(NamedTuple):
@@ -60,24 +60,25 @@ class Reply(NamedTuple):
     """Time at which the request was sent (``time.monotonic``)."""
     ended: float
     message: str = ""
-    """Error message, or description of what is wrong."""
+    """Error message, or description of the difference from the expected answer."""
 
 
 class Question(NamedTuple):
-    """A request whose expected answer is that of a single instance."""
+    """A request. Its expected answer is the answer of a single instance."""
 
     path: str
     body: dict[str, Any]
 
 
 Answer = tuple[str, str]
-"""Text and finish reason."""
+"""Text and finish reason of an answer."""
 Right = dict[int, tuple[Question, Answer]]
 """Questions with their expected answers."""
 
 
 def questions(count: int) -> list[Question]:
-    """Requests of several dialects, streaming and not, greedy and sampled. Every prompt takes at least two slots."""
+    """Requests of several dialects, with and without streaming, greedy and sampled. Every prompt needs at least two
+    slots."""
     topics = ("the sea", "a fox", "bread", "the moon", "两只狐狸", "a harbour", "winter", "a clock")
     requests = []
     for i in range(count):
@@ -106,7 +107,7 @@ class ServerError(Exception):
 
 
 class CutShortError(Exception):
-    """A stream ended without a last event. ``str`` is its text so far."""
+    """A stream ended without a last event. ``str`` returns the text received so far."""
 
 
 class Client:
@@ -127,7 +128,7 @@ class Client:
         """Send a request and return its answer. Raises ``ServerError``, ``CutShortError`` and errors of aiohttp."""
         body = dict(question.body)
         if question.path != "/v1/messages":
-            body["cache_salt"] = f"{os.getpid()} {next(self._salts)}"  # no prefix hit: the KV cache is transferred
+            body["cache_salt"] = f"{os.getpid()} {next(self._salts)}"  # prevents hits: the KV cache is transferred
         async with self._session.post(root + question.path, json=body) as response:
             if response.status != 200:
                 raise ServerError(f"{response.status}: {_message(json.loads(await response.read()))}")
@@ -298,12 +299,12 @@ class Instance:
         return engine
 
     def kill(self, *pids: int) -> None:
-        """kill -9 these processes, or the supervisor, whose other processes end with it."""
+        """Kill (-9) these processes; by default the supervisor, with which all processes of the server end."""
         for pid in pids or (self.served.pid,):
             os.kill(pid, signal.SIGKILL)
 
     def restart(self) -> None:
-        """Kill what is left of the server, and start it again."""
+        """Kill the remaining processes of the server, and start the server again."""
         self.served.kill()
         self.start()
         self.served.start()
@@ -341,7 +342,7 @@ class Deployment:
         folder: folder for the cluster secret.
         prefill_flags, decode_flags: additional options of all instances of a role.
         fault: fault of the network between decode and prefill instances; None: no proxy.
-        machines: network namespaces: the routers use the first, each instance one of the others; None: one host.
+        machines: network namespaces: the first for the routers, and another one for each instance; None: one host.
     """
 
     def __init__(
@@ -480,7 +481,7 @@ Act = Callable[[], Awaitable[None]]
 
 
 async def right_answers(root: str, questions: Iterable[Question]) -> Right:
-    """The answers of a single instance."""
+    """Answers of a single instance to the questions."""
     async with Client() as client:
         return {i: (question, await client.answer(root, question)) for i, question in enumerate(questions)}
 
@@ -489,7 +490,7 @@ async def right_answers(root: str, questions: Iterable[Question]) -> Right:
 async def under_load(
     deployment: Deployment, right: Right, clients: int, pause: float
 ) -> AsyncIterator[tuple[Load, FaultResult]]:
-    """Clients send requests while the context lasts; then assert that all resources are released."""
+    """Context in which clients send requests. At its end, asserts that all resources are released."""
     result = FaultResult()
     await deployment.ready()
     warm_up = Load(deployment.roots, right, clients, pause)  # opens all connections between servers
@@ -538,7 +539,7 @@ async def run_with_fault(
         began = time.monotonic()
         await fault()
         answered = asyncio.create_task(load.probe())
-        await asyncio.sleep(max(lasts, 0.2))  # the victim's last log lines have been read
+        await asyncio.sleep(max(lasts, 0.2))  # afterwards, the victim's last log lines have been read
         log = victim.served if victim else None
         num_lines = len(log.lines) if log else 0
         ended = time.monotonic() if heal else began
@@ -566,6 +567,6 @@ def suspend(pid: int) -> None:
 
 
 def resume(pid: int) -> None:
-    """Continue a stopped process, unless it was killed meanwhile."""
+    """Continue a stopped process; does nothing if the process was killed meanwhile."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)

@@ -337,4 +337,4 @@ VALUES = {
         "--grpc-infer-response-compression-level": "none low medium high",
     },
 }
-"""Documented values of options, by system."""
+"""Documented values of options, by system and option."""

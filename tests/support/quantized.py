@@ -1,4 +1,4 @@
-"""Small quantized checkpoints, and their dequantized weights computed with NumPy by the definition of each format."""
+"""Small quantized checkpoints. NumPy computes their dequantized weights according to the definition of each format."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ FP4 += [-value for value in FP4]
 
 @dataclass(frozen=True)
 class Kind:
-    """A variant of a format."""
+    """A variant of a quantization format."""
 
     config: dict[str, Any]
     """``quantization_config`` of the checkpoint."""
     tensors: Callable[[torch.Generator, int, int], dict[str, Tensor]]
-    """Draws the stored tensors of a matrix ``[out, in]``, by their names after the matrix's name."""
+    """Draws the stored tensors of a matrix ``[out, in]``, by the suffix of their names (after the matrix's name)."""
     weights: Callable[[Mapping[str, Array], int, int], Array]
-    """Dequantizes them: ``[out, in]`` float32."""
+    """Dequantizes the stored tensors of a matrix to ``[out, in]`` float32."""
     activations: tuple[str, int] = ("", 0)
     """Type ("int8" or "fp8") and group size (0: whole row) of quantized activations, if the backend multiplies the
     stored integers."""

@@ -25,10 +25,10 @@ START_TIMEOUT = 120.0
 
 
 class RayCommand(LoggedProcess):
-    """A command with the output of all its processes. At the end of the context it is interrupted, or killed.
+    """A command with the output of all its processes. At the end of the context, it is interrupted, or else killed.
 
     Args:
-        url: URL of the application that it serves.
+        url: URL of the application that the command serves.
     """
 
     log_timeout = START_TIMEOUT
@@ -55,7 +55,7 @@ class RayCommand(LoggedProcess):
         self.close()
 
     def wait_ready(self, path: str) -> None:
-        """Wait until the application is served. ``serve run`` with a file does not log it."""
+        """Wait until the application is served, which ``serve run`` with a file does not log."""
         deadline = time.monotonic() + START_TIMEOUT
         while True:
             with suppress(httpx.TransportError):
@@ -65,7 +65,7 @@ class RayCommand(LoggedProcess):
             time.sleep(0.1)
 
     def close(self) -> None:
-        """Send SIGINT to the command, and kill processes that are left after a minute."""
+        """Send SIGINT to the command, and kill its remaining processes after a minute."""
         assert self.process.stdin
         self.process.stdin.close()
         self.process.send_signal(signal.SIGINT)
@@ -81,7 +81,7 @@ class RayCommand(LoggedProcess):
 
 @contextmanager
 def scratch() -> Iterator[tuple[Path, dict[str, str]]]:
-    """Temporary folder of a cluster (with a short path: it contains Ray's sockets) and environment of its commands."""
+    """Temporary folder of a cluster (with a short path, for Ray's sockets), and environment of its commands."""
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
     environment = {
         "RAY_TMPDIR": str(folder),

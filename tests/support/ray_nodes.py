@@ -1,7 +1,7 @@
-"""Run a Ray cluster whose nodes are processes on this machine.
+"""Run a Ray cluster with several nodes that are processes on this machine.
 
-``python ray_nodes.py CORES...`` takes the number of cores of the head and of each other node. It prints the cluster's
-address, and ends at the end of its standard input.
+``python ray_nodes.py CORES...`` takes the number of cores of the head and of each other node. The program prints the
+cluster's address, and ends at the end of its standard input.
 """
 
 from __future__ import annotations

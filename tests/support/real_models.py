@@ -33,12 +33,12 @@ from penstock.core.errors import Code, PenstockError
 from penstock.frontend.downloads import DownloadOptions, Selection, parse, resolve_name
 
 CACHE = Path(os.environ.get("PENSTOCK_REAL_MODELS") or cache_home() / "penstock" / "real-models")
-"""Read at import: tests change the cache folder later."""
+"""Folder of the cache, determined at import, as tests change the user's cache folder later."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A language model in both formats, with equal weights."""
+    """A language model as GGUF file and as checkpoint, with equal weights."""
 
     checkpoint: Path
     """Folder with safetensors and tokenizer, converted from the GGUF file with transformers."""
@@ -215,7 +215,7 @@ def _ctranslate2_variables(path: Path) -> Iterator[tuple[str, NDArray[np.generic
 
 
 def _whisper_weights(stored: dict[str, NDArray[np.generic]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names in transformers, and weights as float32."""
+    """Weights of a CTranslate2 model as float32, with their names in transformers."""
     renamed = {
         "decoder/embeddings/weight": "decoder.embed_tokens.weight",
         "ffn/layer_norm/": "final_layer_norm.",
@@ -234,7 +234,7 @@ def _whisper_weights(stored: dict[str, NDArray[np.generic]]) -> Iterator[tuple[s
         "/": ".",
     }
     for name, value in stored.items():
-        if value.dtype != np.float16:  # a setting, which the configuration has
+        if value.dtype != np.float16:  # a setting that is also in the configuration
             continue
         name = re.sub(r"/layer_(\d+)/", r"/layers/\1/", name)
         for old, new in renamed.items():
@@ -246,12 +246,12 @@ def _whisper_weights(stored: dict[str, NDArray[np.generic]]) -> Iterator[tuple[s
             yield f"model.{name}", tensor
             continue
         for letter, part in zip(fused, tensor.chunk(len(fused)), strict=True):
-            if not (letter == "k" and last == "bias"):  # Whisper's keys have no bias; here it is zero
+            if not (letter == "k" and last == "bias"):  # Whisper's keys have no bias; CTranslate2 stores zeros
                 yield f"model.{head.removesuffix(fused)}{letter}_proj.{last}", part
 
 
 def _cached(name: str, make: Callable[[Path], None]) -> Path:
-    """Folder of the cache. ``make`` fills it on first use, under a temporary name until it is complete."""
+    """Folder ``name`` of the cache. On first use, ``make`` fills it, under a temporary name until it is complete."""
     folder = CACHE / name
     CACHE.mkdir(parents=True, exist_ok=True)
     with _locked(CACHE / f".{name}.lock"):

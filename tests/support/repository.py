@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 SUPPORT = Path(__file__).parent
-"""Modules and programs for several tests."""
+"""Folder of modules and programs that several tests use."""
 TESTS = SUPPORT.parent
 ROOT = TESTS.parent
 BUILD = ROOT / "build"
-"""Ignored by git; kept between runs."""
+"""Folder for build outputs, ignored by git and kept between test runs."""

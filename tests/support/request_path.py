@@ -4,9 +4,9 @@
 docs/architecture/request.md.
 
 The server runs unmodified: a ``sitecustomize`` module on ``PYTHONPATH`` sets a profile function in every thread of the
-two processes. It records the functions called from the request until the last event of its stream. Warm-up requests
-import modules and fill caches before. The result is the intersection over several requests, without files whose
-recorded functions are all called while the server is idle, too: heartbeats, statistics and other periodic work.
+two processes. It records the functions called from the request until the last event of its stream. Before, warm-up
+requests import modules and fill caches. The result is the intersection over several requests. It omits a file if all of
+its recorded functions are also called while the server is idle: heartbeats, statistics and other periodic work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PACKAGE = Path(penstock.__file__).parent
 PROCESSES = {"api": "penstock.serve.process.api_process", "engine": "penstock.engine.service.server"}
 WARM_UPS, REQUESTS = 2, 5
 IDLE_TIME = 3.0
-"""Seconds without requests; periodic work runs at least once a second."""
+"""Seconds without requests in which idle work is recorded; periodic work runs at least once a second."""
 RECORDER = '''
 import json, os, socket, sys, threading
 
@@ -87,7 +87,7 @@ def streamed_chat() -> dict[str, Called]:
 def _record(folder: Path, action: Callable[[], None]) -> dict[str, set[tuple[str, str]]]:
     """Functions called during ``action``, by process."""
     for name in PROCESSES:
-        _called(folder / name)  # forget the functions called before
+        _called(folder / name)  # discards the functions that were called before
     action()
     return {name: _called(folder / name) for name in PROCESSES}
 
@@ -126,7 +126,7 @@ def report(processes: dict[str, Called]) -> Iterator[str]:
 
 
 def page_with(processes: dict[str, Called]) -> str:
-    """Text of docs/architecture/request.md with the list of these files."""
+    """Text of docs/architecture/request.md with the list of the files of ``processes``."""
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(f"{BEGIN}\n")
     _, _, after = rest.partition(END)

@@ -1,4 +1,4 @@
-"""Random RoPE settings of ``config.json`` in all spellings, and the tables that transformers computes for them."""
+"""Random RoPE settings of ``config.json`` in all spellings, and the tables that transformers computes from them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CLASSES: dict[str, dict[str, Any]] = {
         **{"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     },
 }
-"""Additional fields by ``model_type``."""
+"""Additional fields of ``config.json`` by ``model_type``."""
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "mrope", "unheard-of", None)
 
 
@@ -101,7 +101,7 @@ class Refused(Exception):
 def library_tables(config: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor, int]]:
     """RoPE tables of transformers by layer type: cosines and sines, ``[positions, rotary_dim / 2]``, and rotary_dim.
 
-    Raises ``Refused`` if transformers computes none.
+    Raises ``Refused`` if transformers computes no tables.
     """
     model_type = config["model_type"]
     try:
@@ -121,7 +121,7 @@ def library_tables(config: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor, in
     head_dim = parsed.qk_rope_head_dim if model_type == "deepseek_v3" else getattr(parsed, "head_dim", None) or 16
     tables = {}
     for kind, (cos, sin) in outputs.items():
-        half = cos.shape[-1] // (1 if model_type == "gpt_oss" else 2)  # other models have it twice, for both halves
+        half = cos.shape[-1] // (1 if model_type == "gpt_oss" else 2)  # other models repeat the table for both halves
         if 2 * half != head_dim and model_type not in ("glm", "glm4_moe", "minimax_m2", "phi3"):
             raise Refused("the table is narrower than the heads")
         tables[kind] = cos[0, :, :half], sin[0, :, :half], 2 * half

@@ -14,5 +14,6 @@ if __name__ == "__main__":
     from penstock.ops import pages
 
     assert folder in pages.__file__, pages.__file__
-    pages.zeros = lambda size, huge=False: torch.zeros(size, dtype=torch.uint8)  # malloc, whose bounds ASan checks
+    # torch.zeros uses malloc, so that ASan checks bounds.
+    pages.zeros = lambda size, huge=False: torch.zeros(size, dtype=torch.uint8)
     sys.exit(pytest.main(["-p", "no:cacheprovider", *tests]))

@@ -1,6 +1,6 @@
 """A server in the test's event loop with an engine that returns scripted tokens in scripted steps.
 
-HTTP, dialects, chat template, tokenizer and parsers are those of the real server.
+HTTP, dialects, chat template, tokenizer and parsers are the real server's.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ScriptedEngines(EnginePool):
         self._gateway = gateway
         self._tasks: set[asyncio.Task[None]] = set()
         self.requests: list[EngineRequest] = []
-        """Requests so far."""
+        """Requests received so far."""
         self.steps: Sequence[list[int]] = ()
         self.finished = FinishReason.STOP
 
@@ -69,10 +69,10 @@ class ScriptedEngines(EnginePool):
             last = i == len(self.steps) - 1
             delta = TokenDelta(request_id=name, token_ids=step, finished=self.finished if last else None)
             inbox = self._gateway._open.get(name)
-            if inbox is None:  # the client has left
+            if inbox is None:  # the client has disconnected
                 return
             self._gateway._on_deltas([delta], "")
-            while inbox.size and name in self._gateway._open:  # until the step is read, so that steps are not joined
+            while inbox.size and name in self._gateway._open:  # wait until the step is read: steps must not be joined
                 await asyncio.sleep(0)
 
     def release(self, request_id: str, abort: bool, output: list[int] | None = None) -> None: ...
@@ -112,7 +112,7 @@ class ScriptedServer:
 
     @property
     def prompt(self) -> str:
-        """The prompt of the last request."""
+        """Prompt of the last request, as text."""
         token_ids = self.engines.requests[-1].prompt
         return self.input_processor.tokenizer.decode(token_ids, skip_special_tokens=False)
 
@@ -129,8 +129,10 @@ class ScriptedServer:
 async def scripted_server(
     model: str = str(demo.CHAT), server_options: ServerOptions | None = None, **options: Any
 ) -> AsyncIterator[ScriptedServer]:
-    """Args:
-    options: fields of ``ModelOptions``.
+    """Context with a scripted server.
+
+    Args:
+        options: fields of ``ModelOptions``.
     """
     server = ScriptedServer(model, ModelOptions(**options), server_options or ServerOptions())
     try:

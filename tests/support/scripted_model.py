@@ -1,9 +1,9 @@
-"""A checkpoint with scripted replies, whatever the prompt: it gives the next reply after each tool result.
+"""A checkpoint with scripted replies to any prompt; after each tool result, it generates the next reply.
 
-It tests how clients handle replies, tool calls in particular, which a model of random weights does not produce. Its
-layer adds nothing, so the next token depends only on the last one. The chunks of each reply are added tokens that form
-a chain. The chat template ends the prompt with the first token of a chain, chosen by the number of tool results since
-the last user message.
+The checkpoint tests how clients handle replies, especially tool calls, which a model with random weights does not
+generate. The output of its layer is zero, so the next token depends only on the last token. The chunks of each reply
+are added tokens that form a chain. The chat template ends the prompt with the first token of a chain, chosen by the
+number of tool results since the last user message.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def scripted_model(folder: Path, *replies: str, max_model_len: int = 1 << 18) ->
 
 
 def _chunks(text: str, seen: set[str]) -> Iterator[str]:
-    """Split a text into chunks that are not tokens yet, and add them to ``seen``."""
+    """Split a text into chunks that are not in ``seen`` yet, and add them to ``seen``."""
     begin = 0
     while begin < len(text):
         end = begin + 6

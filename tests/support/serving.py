@@ -1,4 +1,4 @@
-"""Run ``penstock serve`` as a separate process, with its log, and other commands in this process."""
+"""Run ``penstock serve`` as a separate process and read its log, or run other commands in this process."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ for call in (
 
 
 class LoggedProcess:
-    """A process whose log is read line by line while it runs."""
+    """A process with a log that a thread reads line by line while the process runs."""
 
     log_timeout = 60.0
-    """Seconds that ``find`` waits by default."""
+    """Default of the maximum seconds that ``find`` waits."""
 
     def __init__(self, log: IO[bytes]) -> None:
         self.lines: list[str] = []
-        """Log lines of all its processes so far."""
+        """Log lines of the process and its child processes so far."""
         self._log = log
         self._more = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -75,7 +75,7 @@ class LoggedProcess:
                     raise AssertionError("\n".join([f"no line matches {pattern!r}:", *self.lines[-80:]]))
 
     def close_log(self) -> None:
-        """Read the rest of the log of an ended process, and close it."""
+        """Read the remaining log of an ended process, and close the log."""
         self._reader.join(10)
         self._log.close()
 
@@ -89,8 +89,8 @@ class LoggedProcess:
 
 
 class Served(LoggedProcess):
-    """A server on a free port. At the end of the context it gets SIGTERM, and must exit with status 0 and leave no
-    process.
+    """A server on a free port. At the end of the context, it gets SIGTERM, and must exit with status 0 and without
+    remaining processes.
 
     Args:
         arguments: arguments of ``penstock serve``.
@@ -153,7 +153,7 @@ class Served(LoggedProcess):
 
     @property
     def root(self) -> str:
-        """URL without ``/v1``."""
+        """URL of the server, without ``/v1``."""
         return self.url.removesuffix("/v1")
 
     @property
@@ -181,14 +181,14 @@ class Served(LoggedProcess):
         status = self._process.wait(limit)
         deadline = time.monotonic() + STOP_TIMEOUT
         while (left := processes(self.pid)) and time.monotonic() < deadline:
-            time.sleep(0.01)  # processes whose parent was killed end a little later
+            time.sleep(0.01)  # processes may end shortly after their killed parent
         assert not left, [_file(pid, "cmdline") for pid in left]
         return status
 
     def kill(self) -> None:
-        """Kill all processes that are left."""
+        """Kill all remaining processes."""
         for pid in processes(self.pid):
-            with suppress(ProcessLookupError):  # it ended with its parent
+            with suppress(ProcessLookupError):  # the process has ended with its parent
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self.close_log()
@@ -259,7 +259,7 @@ def processes(session: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Ids of the child processes of a process, of all its threads."""
+    """Ids of the child processes that all threads of a process have started."""
     return [int(child) for task in _tasks(pid) for child in _file(pid, f"task/{task}/children").split()]
 
 
@@ -283,7 +283,7 @@ def free_ports(count: int) -> list[int]:
             found.append(port)
         if len(found) == count:
             return found
-    raise OSError(f"fewer than {count} free ports among 200")
+    raise OSError(f"fewer than {count} of 200 tried ports are free")
 
 
 def count_files_and_threads(pid: int) -> tuple[int, int]:

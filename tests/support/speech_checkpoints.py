@@ -19,7 +19,7 @@ from transformers import (
 
 RATE = 16_000
 SECONDS = 6
-"""Length of a window, s. Published models have 30."""
+"""Length of a window in seconds; 30 in published models."""
 END = "<|endoftext|>"
 START = "<|startoftranscript|>"
 LANGUAGES = ("en", "de", "zh")

@@ -35,7 +35,7 @@ REQUEST_TIMEOUT = 120.0
 IDLE_TIMEOUT = 60.0
 """Seconds within which the server must be idle again, with all resources released."""
 READ_SIZE = 100
-"""Bytes per read of a slow reader."""
+"""Number of bytes that a slow reader reads at a time."""
 SERVER_OPTIONS = ("--num-gpu-blocks-override", "1500")
 IDLE_METRICS = ("num_requests_running", "num_requests_waiting", "num_requests_open", "kv_blocks_used")
 LOGPROB_FIELDS = {"/completions": {"logprobs": 20}, "/chat/completions": {"logprobs": True, "top_logprobs": 20}}
@@ -43,22 +43,22 @@ LOGPROB_FIELDS = {"/completions": {"logprobs": 20}, "/chat/completions": {"logpr
 
 
 LATE_RESOURCES = {"threads of api": NUM_ENCODE_THREADS - 1, "files of engine": 1}
-"""Threads and files that may be added after the warm-up: on a busy machine one thread may have encoded everything; the
-engine starts its grammar compiler process, to which it has a socket, when it is idle."""
+"""Threads and files that may be added after the warm-up: on a busy machine, one thread may have encoded all prompts; an
+idle engine starts its grammar compiler process, to which it has a socket."""
 LOOP_BLOCKED = r"event loop was blocked for ([\d.]+) s"
 MAX_LOOP_BLOCK = 0.3
-"""Seconds of processor time that one iteration of an event loop may take. Far above the threshold of the log message:
-a core that other processes use, too, has cold caches. ``make thorough`` has a bound for an idle machine."""
+"""Maximum seconds of processor time of one iteration of an event loop. This is far above the threshold of the log
+message, as cores shared with other processes have cold caches. ``make thorough`` has a limit for an idle machine."""
 
 
 class Outcome(StrEnum):
-    RIGHT = "right"  # text and finish reason are exactly the known ones
+    RIGHT = "right"  # text and finish reason equal the expected ones
     WRONG = "wrong"
-    REFUSED = "refused"  # 429 or 503 with Retry-After, or no connection
-    FAILED = "failed"  # an error event, or an error status
+    REFUSED = "refused"  # status 429 or 503 with Retry-After, or the connection was refused
+    FAILED = "failed"  # the stream had an error event, or the response an error status
     BROKEN = "broken"  # the connection broke
     LEFT = "left"  # the client disconnected
-    LOST = "lost"  # no data within the timeout, or a stream that ends without a finish reason
+    LOST = "lost"  # no data arrived within the timeout, or the stream ended without a finish reason
 
 
 class Reply(NamedTuple):
@@ -66,7 +66,7 @@ class Reply(NamedTuple):
 
     outcome: Outcome
     message: str = ""
-    """Error message, or description of what is wrong."""
+    """Error message, or description of the difference from the expected answer."""
     status: int = 0
 
 
@@ -77,9 +77,9 @@ class Tally:
     scenario: str
     replies: list[Reply] = field(default_factory=list)
     slowest: float = 0.0
-    """Seconds until the last of the requests that must fail or be refused immediately got its error."""
+    """Maximum seconds until an error, over the requests that must fail or be refused immediately."""
     failed_before_restart: bool = True
-    """True if these errors were sent before the killed process was running again."""
+    """True if all streams of a killed engine ended before the engine was running again."""
     slowest_live: float = 0.0
     """Seconds of the slowest response of ``/live``."""
     longest_gap: float = 0.0
@@ -106,7 +106,8 @@ class Question:
 
 
 def questions(long: int = 100, kinds: int = 8) -> list[Question]:
-    """Chats and completions, streaming and not, of 1 to ``long`` tokens; ``LLM`` computes the expected answers."""
+    """Chats and completions of 1 to ``long`` tokens, with and without streaming; ``LLM`` computes the expected
+    answers."""
     llm = reference_llm()
     lengths, topics = [1, 7, long // 2, long, long], ["a fox", "两只狐狸", "the sea", "a 🦊", "bread", "月亮"]
     return [
@@ -117,13 +118,13 @@ def questions(long: int = 100, kinds: int = 8) -> list[Question]:
 
 @functools.cache
 def reference_llm() -> LLM:
-    """The engine that computes the expected answers."""
+    """Engine that computes the expected answers."""
     return LLM(num_gpu_blocks_override=400)
 
 
 @functools.cache
 def endless() -> Question:
-    """A request whose stream takes many seconds when several run at once."""
+    """A request with a stream of many seconds if several such streams run at once."""
     return make_question(reference_llm(), "the sea", 1500, chat=True, stream=True)
 
 
@@ -301,7 +302,7 @@ async def eventually(check: Callable[[], Awaitable[None]], limit: float = IDLE_T
 
 
 async def is_ready(served: Served) -> bool:
-    """Return whether the server accepts requests."""
+    """True if the server accepts requests."""
     async with aiohttp.ClientSession() as session, session.get(f"{served.root}/ready") as response:
         return response.status == 200
 
@@ -318,7 +319,7 @@ async def wait_until_idle(served: Served) -> None:
         found = await read_metrics(served)
         left = {name: found[f"penstock:{name}"] for name in IDLE_METRICS}
         assert not any(left.values()), left
-        assert found["penstock:kv_blocks"] > 0, "no engine reports metrics"
+        assert found["penstock:kv_blocks"] > 0, "penstock:kv_blocks is 0: no engine reports metrics"
 
     await eventually(check)
 
@@ -337,8 +338,8 @@ def count_resources(served: Served) -> dict[str, int]:
 async def server(
     questions: Sequence[Question], *arguments: str, max_block: float = MAX_LOOP_BLOCK, shared: Served | None = None
 ) -> AsyncIterator[Served]:
-    """Run a scenario on a server, and then assert that its open files, threads and free KV blocks are as before and
-    that no event loop was blocked for more than ``max_block`` seconds at a time.
+    """Context with a server for a scenario. At its end, asserts that the numbers of open files, threads and free KV
+    blocks are as before, and that no event loop was blocked for more than ``max_block`` seconds at a time.
 
     Args:
         arguments: options of ``penstock serve`` for a new server.
@@ -364,7 +365,7 @@ async def server(
 
 
 async def warm_up(served: Served, questions: Sequence[Question]) -> None:
-    """Send the short questions to every API process, and long prompts that are encoded in threads and refused."""
+    """Send the short questions to every API process, and long prompts, which are encoded in threads and refused."""
     long = Question("/completions", {"prompt": "long " * 3000, "max_tokens": 1, "stream": False}, "", "")
     short = [question for question in questions if question.body["max_tokens"] < 10]
 
@@ -417,12 +418,12 @@ async def send_at_once(tally: Tally, served: Served, questions: Sequence[Questio
 
 
 def long_running(question: Question, stream: bool = True) -> Question:
-    """The same request with so many tokens that it runs for much longer than ``IDLE_TIMEOUT``."""
+    """Copy of a request with enough tokens to run for much longer than ``IDLE_TIMEOUT``."""
     return replace(question, body=question.body | {"n": 4, "max_tokens": 1900, "stream": stream})
 
 
 def longest(questions: Sequence[Question]) -> list[Question]:
-    """The streaming requests with the most tokens."""
+    """Streaming requests with the maximum number of tokens."""
     most = max(question.body["max_tokens"] for question in questions)
     return [question for question in questions if question.body["stream"] and question.body["max_tokens"] == most]
 
@@ -489,7 +490,7 @@ async def slow_and_silent_readers(
 
 
 async def never_read(served: Served) -> Reply:
-    """Request more than the socket buffers hold, and read the response only once the server has no open request."""
+    """Request a response larger than the socket buffers, and read it only when the server has no open request."""
     prompts = [[token] * 2000 for token in range(4)]
     body = {"prompt": prompts, "prompt_logprobs": 20, "max_tokens": 40, "ignore_eos": True, "stream": True}
     content = json.dumps(body).encode()
@@ -532,7 +533,7 @@ async def many_connections(
 async def engine_killed(
     questions: Sequence[Question], count: int, times: int = 2, shared: Served | None = None
 ) -> Tally:
-    """kill -9 of the engine under load: its streams fail immediately, and later requests are answered."""
+    """Kill (-9) the engine under load: its streams fail immediately, and later requests are answered."""
     tally = Tally(f"kill -9 of the engine, {times} times")
     async with server(questions, shared=shared) as served:
         for _ in range(times):
@@ -619,7 +620,8 @@ async def pipelined_requests(questions: Sequence[Question], count: int, shared: 
 
 
 async def _count_responses(reader: asyncio.StreamReader, count: int) -> int:
-    """Read up to ``count`` responses; return the number of complete and successful ones before the first other."""
+    """Read up to ``count`` responses; return the number of successful responses before the first failed or incomplete
+    one."""
     for number in range(count):
         head = await reader.readuntil(b"\r\n\r\n")
         length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
@@ -655,7 +657,8 @@ async def engine_hung(questions: Sequence[Question], count: int, shared: Served 
 
 
 async def api_killed(questions: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
-    """kill -9 of one of two API processes under load: its connections break, the other's continue, it is restarted."""
+    """Kill (-9) one of two API processes under load: its connections break, the connections of the other process
+    continue, and the killed process is restarted."""
     tally = Tally("kill -9 of an API process")
     endless = [long_running(question) for question in questions]
     async with server(questions, "--api-server-count", "2", shared=shared) as served:
@@ -681,7 +684,7 @@ async def api_killed(questions: Sequence[Question], count: int, shared: Served |
 
 
 async def api_stopped(questions: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
-    """SIGSTOP of an API process until the engine drops it: its requests fail."""
+    """SIGSTOP of an API process until the engine drops the process: its requests fail."""
     tally, long = Tally("SIGSTOP of an API process"), endless()
     async with server(questions, shared=shared) as served:
         async with open_streams(served, [long], count) as tasks:
@@ -699,7 +702,7 @@ async def api_stopped(questions: Sequence[Question], count: int, shared: Served 
 
 
 async def sigterm(questions: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
-    """SIGTERM under load: accepted requests are answered, new ones are refused, and the exit status is 0."""
+    """SIGTERM under load: accepted requests are answered, new requests are refused, and the exit status is 0."""
     tally = Tally("SIGTERM")
     async with (
         server(questions, shared=shared) as served,
@@ -747,7 +750,8 @@ async def sigterm_drain_timeout(questions: Sequence[Question], count: int, share
 
 
 async def overload(questions: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
-    """Requests beyond the waiting queue are refused immediately, and accepted ones are answered."""
+    """Send more requests than the waiting queue holds: excess requests are refused immediately, and accepted requests
+    are answered."""
     tally, num_accepted = Tally("overload: 4 running, 8 waiting"), 12
     async with (
         server(questions, "--max-num-seqs", "4", "--max-waiting", "8", shared=shared) as served,
@@ -773,10 +777,10 @@ async def overload(questions: Sequence[Question], count: int, shared: Served | N
 
 
 async def engine_killed_repeatedly(questions: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
-    """kill -9 of the engine three times: requests fail each time, and the server exits with status 1.
+    """Kill (-9) the engine three times: requests fail each time, and the server exits with status 1.
 
-    It is killed again as soon as it answers: even on a busy machine the three kills must be within the minute in which
-    the server counts them.
+    The engine is killed again as soon as it answers: even on a busy machine, the three kills must be within the minute
+    in which the server counts them.
     """
     tally = Tally("the engine killed three times")
     async with server(questions, shared=shared) as served:
@@ -793,7 +797,7 @@ async def engine_killed_repeatedly(questions: Sequence[Question], count: int, sh
 
 
 async def supervisor_killed(questions: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
-    """kill -9 of the supervisor: connections break, and no process remains."""
+    """Kill (-9) the supervisor: connections break, and no process remains."""
     tally = Tally("kill -9 of the supervisor")
     async with server(questions, shared=shared) as served, open_streams(served, longest(questions), count) as tasks:
         os.kill(served.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pyte
 
 WIDTH, HEIGHT = 8.4, 18
-"""Pixels of a character."""
+"""Size of a character in pixels."""
 MARGIN = 14
 FOREGROUND, BACKGROUND = "#d4d4d4", "#1e1e1e"
 COLOURS = {

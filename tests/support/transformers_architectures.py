@@ -67,7 +67,7 @@ SIZES: dict[str, Any] = SMALL | {
     "vocab_size_per_layer_input": 300,
     "word_embed_proj_dim": 64,
 }
-"""Sizes; each configuration class gets those that it defines."""
+"""Small sizes; each configuration class gets the fields that it defines."""
 OTHER_SIZES: dict[str, dict[str, Any]] = {
     "CohereCompassForCausalLM": {"layer_types": ["full_attention"] * 3},
     "Gemma3nForCausalLM": {
@@ -90,14 +90,14 @@ MAX_PARAMETERS = 45_000_000
 
 
 class Outcome(NamedTuple):
-    """Result of running an architecture."""
+    """Result of a run of an architecture in Penstock."""
 
     runs: bool
     reason: str = ""
-    """Error message if it is not supported."""
+    """Error message if the architecture is not supported."""
     wrong_tokens: int = 0
     difference: float = 0.0
-    """Largest difference of a log probability."""
+    """Maximum difference between log probabilities of Penstock and transformers."""
 
 
 def architectures() -> dict[str, type[PreTrainedConfig]]:
@@ -141,7 +141,7 @@ def save(architecture: str, config: PreTrainedConfig, folder: Path) -> PreTraine
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in kind(config).parameters())
     if size > MAX_PARAMETERS:
-        raise ValueError(f"{size} parameters")
+        raise ValueError(f"the model has {size} parameters, too many for a tiny checkpoint")
     torch.manual_seed(0)
     model = kind(config)
     for name, weight in model.named_parameters():
@@ -167,13 +167,13 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 256,
     "block_size": 16,
     "max_num_batched_tokens": 50,
-    "num_gpu_blocks_override": 20,  # enough for two thirds of the prompts at once
+    "num_gpu_blocks_override": 20,  # two thirds of the prompts fit at the same time
 }
 NEW_TOKENS = 8
 
 
 def compare(llm: LLM, model: PreTrainedModel, prompts: list[list[int]] = PROMPTS) -> Outcome:
-    """Compare a batch with every prompt twice with transformers' ``generate`` and log probabilities of each prompt."""
+    """Run each prompt twice in one batch, and compare with transformers' ``generate`` and log probabilities."""
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=2, ignore_eos=True)
     wrong, difference, twice = 0, 0.0, [*prompts, *prompts]
     expected = [generate(model, prompt) for prompt in prompts]
@@ -199,7 +199,7 @@ def generate(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     ids, options = torch.tensor([prompt]), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     try:
         output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, **options)
-    except (IndexError, RuntimeError, TypeError, ValueError):  # such as decoders without their encoder
+    except (IndexError, RuntimeError, TypeError, ValueError):  # for example decoders without their encoder
         for _ in range(NEW_TOKENS):
             ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
         output = ids
@@ -226,7 +226,7 @@ def _refused(model: PreTrainedModel, reason: str) -> Outcome | None:
     try:
         model(torch.tensor([PROMPTS[1]]), use_cache=False)
     except Exception:
-        return Outcome(False, reason) if reason.startswith("it keeps more than keys and values") else None
+        return Outcome(False, reason) if reason.startswith("it keeps state other than keys and values") else None
     return Outcome(False, reason)
 
 
@@ -246,7 +246,7 @@ def rows() -> Iterator[str]:
 
 
 def table() -> str:
-    """The table in docs/transformers.md."""
+    """Markdown table of the architectures for docs/transformers.md."""
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 

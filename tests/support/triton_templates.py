@@ -1,6 +1,6 @@
-"""Templates of a Triton model repository, like those of TensorRT-LLM's backend before ``fill_template.py`` runs.
+"""Templates of a Triton model repository, as in TensorRT-LLM's backend before ``fill_template.py`` runs.
 
-The names are those of NVIDIA's documentation and its example commands.
+The names come from NVIDIA's documentation and its example commands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""transformers' video processors without torchvision: it is replaced by the PyTorch operators that it calls."""
+"""transformers' video processors without torchvision, which is replaced by the PyTorch operators that it calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _normalize(image: Tensor, mean: Tensor, std: Tensor, inplace: bool) -> Tenso
 
 @contextmanager
 def library() -> Iterator[None]:
-    """Let transformers' video processors work within the context."""
+    """Context in which transformers' video processors work without torchvision."""
     names = "torchvision torchvision.transforms torchvision.transforms.v2 torchvision.transforms.v2.functional".split()
     functions: Any = ModuleType(names[-1])
     functions.resize, functions.normalize = _resize, _normalize

@@ -39,7 +39,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 FIRST = 280
-"""Id of the first special token; tokens of bytes and of runs of line feeds have smaller ids."""
+"""Id of the first special token; tokens for bytes and for runs of line feeds have smaller ids."""
 EOS = FIRST
 RUNS = 4
 TEMPLATE = (
@@ -89,14 +89,14 @@ def draw_vision(rng: Random) -> dict[str, Any]:
 
 @dataclass
 class Family:
-    """A vision-language family."""
+    """A vision-language family: small models, processors and special tokens."""
 
     marks: tuple[str, ...]
-    """Special tokens of the family."""
+    """Special tokens of the family, in the order of their ids."""
     marker: str
-    """Text of an image in the chat template."""
+    """Text that the chat template inserts for an image."""
     model: Callable[[Random | None], PreTrainedModel]
-    """Creates a small model; with a ``Random``, of random sizes."""
+    """Creates a small model, with random sizes if a ``Random`` is given."""
     image_processor: Callable[[PreTrainedModel, dict[str, Any]], Any]
     """Creates transformers' image processor of a model, with ``mm_processor_kwargs``."""
     inputs: Callable[[PreTrainedModel, Any, str, list[Image.Image], dict[str, Any]], dict[str, Any]]
@@ -151,7 +151,7 @@ PIXTRAL_MARKS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 
 
 def draw_layers(rng: Random | None, depth: int) -> Any:
-    """A value of ``vision_feature_layer``."""
+    """A random value of ``vision_feature_layer`` for ``depth`` layers."""
     return rng.choice([-1, -2 if depth > 1 else -1, 1]) if rng else -1
 
 
@@ -312,7 +312,7 @@ def onevision_processor(model: PreTrainedModel, kwargs: dict[str, Any]) -> Llava
 def onevision_inputs(
     model: PreTrainedModel, tokenizer: Any, text: str, images: list[Image.Image], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Equivalent of ``LlavaOnevisionProcessor`` for a conversation: its images are passed as a nested list."""
+    """Model inputs as from ``LlavaOnevisionProcessor``, with the images as one conversation (a nested list)."""
     config = model.config
     pixels = dict(onevision_processor(model, kwargs)([images], return_tensors="pt")) if images else {}
     processor = SimpleNamespace(

@@ -98,7 +98,7 @@ def test_no_regular_expression_accepts_a_line_break_at_its_end() -> None:
     for text, where in scanned:
         try:
             parsed = regular.parse(text)
-        except re.error:  # not Python's syntax, or only part of an expression
+        except re.error:  # the text is not in Python's syntax, or only part of an expression
             if text.endswith("$") and not text.endswith("\\$"):
                 wrong.append((where, text))
             continue
@@ -121,7 +121,7 @@ def test_client_numbers_are_parsed_only_by_read_decimal() -> None:
         if re.search(r"\.is(decimal|digit|numeric)\b", path.read_text(encoding="utf-8"))
     ]
     assert set(found) <= {"serve/http/body.py"}, (
-        "use read_decimal; only body.py may not: its Content-Length has at most 18 ASCII digits"
+        f"use read_decimal in {found} (body.py need not: its Content-Length has at most 18 ASCII digits)"
     )
 
 
@@ -177,7 +177,7 @@ QUERIES = (
 
 @pytest.mark.parametrize("path", QUERIES)
 @pytest.mark.parametrize("headers", [{}, {"anthropic-version": "2023-06-01"}], ids=["openai", "anthropic"])
-def test_number_in_a_query_is_no_internal_error(client: httpx.Client, path: str, headers: dict[str, str]) -> None:
+def test_number_in_a_query_causes_no_internal_error(client: httpx.Client, path: str, headers: dict[str, str]) -> None:
     for digits in DIGITS:
         for method in ("GET", "POST"):
             answer = client.request(method, path + str(httpx.QueryParams({"a": digits}))[2:], headers=headers)
@@ -187,8 +187,8 @@ def test_number_in_a_query_is_no_internal_error(client: httpx.Client, path: str,
 @pytest.mark.parametrize(
     "name", ["inference-header-content-length", "range", "x-request-id", "retry-after", "traceparent", "content-length"]
 )
-def test_number_in_a_header_is_no_internal_error(served: Served, name: str) -> None:
-    """The status line is a well-formed 4xx: it holds no bytes of the header."""
+def test_number_in_a_header_causes_no_internal_error(served: Served, name: str) -> None:
+    """The response has a well-formed 4xx status line, without bytes of the header."""
     body = json.dumps({"inputs": [], "text_input": "a", "max_tokens": 1})
     host, _, port = served.root.rpartition("/")[2].partition(":")
     for digits in DIGITS:
@@ -219,7 +219,7 @@ IDS = (
 
 @pytest.mark.parametrize("request_id", IDS, ids=ascii)
 def test_request_id_injects_no_header(client: httpx.Client, request_id: str) -> None:
-    """For every body with a request id: response headers hold only printable characters."""
+    """Checks every body with a request id: response headers must have only printable characters."""
     requests = [
         ("/v1/completions", {"prompt": "a", "max_tokens": 1, "request_id": request_id}),
         (
@@ -252,7 +252,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def variants() -> list[tuple[Base, str]]:
-    """Each fuzzing request with one number or text replaced, as JSON."""
+    """Fuzzing requests and their JSON bodies, each with one number or text replaced."""
     result = []
     for base in BASES:
         for path, value in leaves(base.body):
@@ -279,20 +279,20 @@ def check(client: httpx.Client, base: Base, body: str) -> None:
     assert "internal error" not in text, (base.path, body[:300])
 
 
-def test_numbers_in_bodies_are_no_internal_error(client: httpx.Client) -> None:
-    """A random sample of ``variants``."""
+def test_numbers_in_bodies_cause_no_internal_error(client: httpx.Client) -> None:
+    """Sends a random sample of ``variants``."""
     for base, body in random.Random(41).sample(variants(), 120):
         check(client, base, body)
 
 
 @pytest.mark.thorough
-def test_all_numbers_in_bodies_are_no_internal_error(client: httpx.Client) -> None:
+def test_all_numbers_in_bodies_cause_no_internal_error(client: httpx.Client) -> None:
     for base, body in variants():
         check(client, base, body)
 
 
 def test_schema_patterns_refuse_trailing_line_breaks() -> None:
-    """Patterns of request ids and tool names."""
+    """Checks the patterns of request ids and tool names."""
     from penstock.serve.chat.request import REQUEST_ID, TOOL_NAME
     from penstock.serve.dialects.paddlenlp.schema import Request
 

@@ -129,7 +129,7 @@ TURN_TEXT = st.text(st.characters(codec="utf-8"), max_size=20).filter(lambda tex
 def test_each_prompt_begins_with_previous_prompt_and_answer(
     tokenizer: PreTrainedTokenizerFast, turns: list[tuple[str, str]]
 ) -> None:
-    """Without thinking, so that cached prefixes stay valid."""
+    """This applies without thinking, so that cached prefixes remain valid."""
     messages: list[dict[str, Any]] = []
     before = ""
     for question, answer in turns:

@@ -36,7 +36,7 @@ def test_rare_scripts_round_trip(tokenizer: PreTrainedTokenizerFast, text: str) 
 
 @given(data=st.binary(max_size=64))
 def test_any_bytes_round_trip(tokenizer: PreTrainedTokenizerFast, data: bytes) -> None:
-    """Every byte has a token, so invalid UTF-8 can be encoded; decoding shows replacement characters."""
+    """Every byte has a token, so invalid UTF-8 can be encoded; it is decoded to replacement characters."""
     symbols = bytes_to_unicode()
     ids = tokenizer.convert_tokens_to_ids([symbols[byte] for byte in data])
     assert None not in ids

@@ -31,7 +31,7 @@ VALUES = st.one_of(
 
 
 def only_text(part: dict[str, Any]) -> str:
-    """The only text allowed by a structural tag whose values are all constant."""
+    """The only text allowed by a structural tag with constant values."""
     match part["type"]:
         case "const_string":
             return str(part["value"])
@@ -77,7 +77,7 @@ def test_forced_call_is_read_back_by_parser(
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8))) if data else []
     reasoning = (
         reasoning_format("openai_gptoss", "") if call_format is HARMONY else None
-    )  # this parser reads Harmony's calls, too
+    )  # this parser also parses Harmony's calls
     parser = ResponseParser(ParserConfig(reasoning, ReasoningStage.BEFORE, tools=call_format, schemas=schemas))
     for start, end in itertools.pairwise([0, *cuts, len(text)]):
         parser.add(text[start:end], last=False)

@@ -94,7 +94,7 @@ QUESTION = [{"role": "user", "content": "How is the weather?"}]
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """Client of a server whose model has random weights and the Harmony marker tokens."""
+    """Client of a server. The model has random weights and the Harmony marker tokens."""
     assert TOOLS
     folder = tmp_path_factory.mktemp("gpt-oss")
     sizes = SIZES | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}

@@ -31,10 +31,10 @@ HARM = (
     "{% for a in range(99) %}{% set all.text = all.text + all.text %}{% endfor %}{% endif %}"
     "{%- if last_text == 'lists' %}{{ range(9999) | list * 10 ** (2 + last_text | length) }}{% endif %}"
 )
-"""Harmful template code, selected by the last message. No expression is constant: Jinja would compute constants when it
-compiles the template."""
+"""Harmful template code, selected by the last message. No expression is constant: Jinja would compute constant
+expressions when it compiles the template."""
 KINDS = ("loop", "power", "memory", "growing", "lists")
-REFUSED = "takes longer than 2 seconds of processor time, or more than 1 GiB of memory|cannot render"
+REFUSED = "takes more than 2 seconds of processor time or 1 GiB of memory|cannot render"
 
 
 def _user(text: str) -> list[dict[str, str]]:
@@ -50,7 +50,7 @@ ROUTES: dict[str, Any] = {
     "/apply-template": lambda text: {"messages": _user(text)},
     "/tokenize": lambda text: {"messages": _user(text)},
 }
-"""Paths of routes that render a chat, with a function that makes the body for a message."""
+"""Paths of routes that render a chat, with a function that creates the request body for a message."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def served(checkpoint: Path) -> Iterator[Served]:
 
 
 class OtherClient:
-    """Client whose streams are read, and their chunks counted, by a thread."""
+    """Client that reads streams and counts their chunks in a thread."""
 
     def __init__(self, server: Served) -> None:
         self._server = server
@@ -138,7 +138,7 @@ def test_every_rendering_route_refuses_harmful_messages(served: Served, path: st
 
 @pytest.mark.thorough
 def test_slow_templates_do_not_delay_other_chats(served: Served) -> None:
-    """With more endless messages than processes: a later chat is answered before all of them are refused."""
+    """There are more endless messages than processes: a later chat is answered before all of them are refused."""
     with ThreadPoolExecutor(12) as pool:
         body = ROUTES["/v1/chat/completions"]
         slow = [pool.submit(httpx.post, f"{served.url}/chat/completions", json=body("loop")) for _ in range(3)]
@@ -148,8 +148,8 @@ def test_slow_templates_do_not_delay_other_chats(served: Served) -> None:
 
 
 def test_slow_chats_of_one_client_do_not_starve_others() -> None:
-    """Another client's chat waits for at most one rendering per process, however many slow ones are queued. Chats with
-    many messages do not take processes from quick ones."""
+    """Another client's chat waits for at most one rendering per process, however many slow chats are queued. Chats with
+    many messages do not delay quick chats."""
 
     async def run() -> None:
         pool, special = TemplatePool(), {"bos_token": "", "eos_token": ""}
@@ -162,16 +162,16 @@ def test_slow_chats_of_one_client_do_not_starve_others() -> None:
                 await asyncio.sleep(0)
                 assert await quick.render_async(_user("Hello!"), 6, "other") == "1"
                 assert not any(task.done() for task in waiting), (
-                    "the other client's chat must not wait for a slow one to be refused"
+                    "the other client's chat waited until a slow chat was refused"
                 )
                 for task in waiting:
                     task.cancel()
                 await asyncio.gather(*waiting, return_exceptions=True)
-                assert await quick.render_async(_user("Hello!"), 6, "slow") == "1", "a smaller chat may be quick"
+                assert await quick.render_async(_user("Hello!"), 6, "slow") == "1", "a smaller chat was not rendered"
                 for process in pool_processes():
                     os.kill(process, signal.SIGKILL)
                 assert await quick.render_async(_user("Hello!") * 3000, 100, "slow") == "3000", (
-                    "restarted in a new process"
+                    "the chat was not rendered again in a new process"
                 )
         finally:
             pool.close()

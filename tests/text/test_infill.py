@@ -54,7 +54,7 @@ def test_end_tokens_are_found_in_vocabulary(tmp_path: Path) -> None:
 
 
 def test_suffix_is_encoded_without_leading_space(tmp_path: Path) -> None:
-    """CodeLlama: the SentencePiece vocabulary prepends a space to a text, and a prompt begins with ``<s>``."""
+    """In CodeLlama, the SentencePiece vocabulary prepends a space to a text, and a prompt begins with ``<s>``."""
     tokens = FIM_TOKENS[3]
     pieces = ["<unk>", "<s>", "</s>", "▁", "a", "b", "c", "▁a", "▁b"]
     bytes_ = [f"<0x{value:02X}>" for value in range(256)]
@@ -90,7 +90,7 @@ def test_infill_without_fim_tokens_is_refused(servers: Servers) -> None:
 
 @pytest.fixture(scope="module")
 def coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Tokenizer]]:
-    """Server whose model has random weights and the tokens of Qwen2.5-Coder, and its tokenizer."""
+    """Server of a model with random weights and the tokens of Qwen2.5-Coder, and the model's tokenizer."""
     folder = tmp_path_factory.mktemp("coder")
     save(LlamaConfig(**SMALL | {"vocab_size": 3600, "max_position_embeddings": 512}), folder)
     add_tokens(folder, [QWEN.prefix, QWEN.suffix, QWEN.middle, *QWEN.ends[:3]])

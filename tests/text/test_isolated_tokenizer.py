@@ -1,4 +1,4 @@
-"""Tokenizers in a separate process: harmful files are refused, and results equal those of this process."""
+"""Tokenizers in a separate process: harmful files are refused, and results equal a local tokenizer's."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def tokenizer_pids() -> list[int]:
 def test_checked_tokenizer_is_checked_again_only_after_change(folder: Path) -> None:
     change(
         folder / "tokenizer_config.json", some_field=str(folder)
-    )  # unique content, so that no other test has checked it
+    )  # unique content: no other test has checked this tokenizer
     check_tokenizer(folder)
-    check_tokenizer(folder, limits=Limits(memory=1))  # too small to read anything
+    check_tokenizer(folder, limits=Limits(memory=1))  # would fail if the files were read again
     change(folder / "tokenizer_config.json", some_field="another")
     with pytest.raises(PenstockError, match="cannot be used within"):
         check_tokenizer(folder, limits=Limits(memory=1))

@@ -36,7 +36,7 @@ THOUGHTS = {name: reasoning_format(name, "") for name in (
 
 
 def read(config: ParserConfig, chunks: list[str], hidden: tuple[str, ...] = ()) -> Message:
-    """Parse chunks; assert that the message only ever grows."""
+    """Parse chunks; assert that each chunk only appends to the message."""
     parser, previous = ResponseParser(config, hidden), ("", "", [])
     for i, chunk in enumerate(chunks):
         parser.add(chunk, last=i == len(chunks) - 1)
@@ -268,17 +268,17 @@ def test_calls_are_parsed_at_any_chunk_boundaries(
     [(form, *case) for form, cases in CALLS.items() for case in cases if case[2]],
 )
 def test_truncated_call_leaves_no_markup_in_content(form: str, text: str, content: str, calls: list[Any]) -> None:
-    """For a cut after any character: content and arguments are prefixes of the complete ones."""
+    """The text is cut after any character: content and arguments are prefixes of the complete content and arguments."""
     tools = TOOLS[form]
     assert tools
     for length in range(len(text)):
         message = read(ParserConfig(tools=tools, schemas=SCHEMAS), [text[:length]])
         if tools.allow_unmarked and not message.tool_calls and "<|" not in text[:length]:
-            continue  # plain JSON or a list may begin in the same way
+            continue  # content that is plain JSON or a list may begin in the same way
         markers = (*tools.start_markers, *tools.separators) if isinstance(tools, JSONFormat) else tools.start_markers
         partial_markers = [
             marker[:n] for marker in ("", *markers) for n in range(len(marker) or 1)
-        ]  # may still turn out to be content
+        ]  # the text so far may be content or the beginning of a call
         visible = [
             message.content.removesuffix(marker_start).rstrip()
             for marker_start in partial_markers

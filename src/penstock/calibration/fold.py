@@ -1,4 +1,4 @@
-"""Folding of input scales (AWQ, SmoothQuant) into the module that produces these inputs.
+"""Folding of input scales (AWQ, SmoothQuant) into the module that produces the inputs.
 
 The module names are those of Llama. Inputs of modules with other names are not scaled.
 """
@@ -15,24 +15,24 @@ from penstock.checkpoint.decoder_options import LayerNorms
 from penstock.models import ModelConfig
 
 NORM_BEFORE = {"self_attn.q_proj": "input_layernorm", "mlp.gate_proj": "post_attention_layernorm"}
-"""Norm whose output is the input of a matrix (and of the matrices merged with it)."""
+"""Matrix → norm that produces its input, and the input of the matrices that are merged with it."""
 MATRIX_BEFORE = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"}
-"""Matrix whose outputs, multiplied by attention weights or gates, are the inputs of another matrix."""
+"""Matrix → matrix that produces its inputs, up to multiplication by attention weights or gates."""
 SCALING = ("awq", "smoothquant")
-"""Methods that scale inputs."""
+"""Quantization methods that scale inputs."""
 
 
 def can_scale(config: ModelConfig) -> bool:
     """True if the norm weights of a family scale the inputs of the following matrices, and nothing else."""
     options = config.options
     is_llama_like = options.norm.kind == "rms" and not options.norm.unit_offset and options.gated_mlp
-    is_llama_like = is_llama_like and config.experts is None  # the router of experts reads the norm's output, too
+    is_llama_like = is_llama_like and config.experts is None  # the router of experts also reads the norm's output
     return is_llama_like and options.layer_norms == LayerNorms() and not options.parallel_residual
 
 
 @dataclass(frozen=True)
 class Producer:
-    """The module whose outputs are the inputs of some matrices.
+    """The module that computes the shared input of one or more matrices.
 
     With grouped-query attention, each output of the value projection is the input for several query heads.
     """
@@ -45,11 +45,11 @@ class Producer:
     """Query heads per key-value head."""
 
     def shrink(self, inputs: Tensor) -> Tensor:
-        """Return the maximum of the input values ``[in]`` over the inputs of each output, ``[out]``."""
+        """Return, for each output, the maximum of the values ``[in]`` of its inputs, ``[out]``."""
         return inputs.view(-1, self.repeat, self.head_dim).amax(1).flatten()
 
     def expand(self, outputs: Tensor) -> Tensor:
-        """Repeat output values ``[out]`` for each input, ``[in]``."""
+        """Repeat the value of each output, ``[out]``, for all its inputs, ``[in]``."""
         heads = outputs.view(-1, 1, self.head_dim).expand(-1, self.repeat, -1)
         return heads.flatten()
 
@@ -57,8 +57,8 @@ class Producer:
         """Divide the outputs by ``scales`` ``[out]``.
 
         Args:
-            tensors: tensors of the layer, float32; those of this module are replaced.
-            dtype: dtype of norms in the checkpoint. The returned scales compensate for rounding to it.
+            tensors: tensors of the layer, float32; the tensors of this module are replaced.
+            dtype: dtype of norms in the checkpoint. The returned scales compensate for rounding to this dtype.
 
         Returns:
             The scales that the outputs were divided by.
@@ -78,7 +78,7 @@ class Producer:
 def producer_of(
     names: tuple[str, ...], prefix: str, tensors: Mapping[str, Tensor], config: ModelConfig
 ) -> Producer | None:
-    """Return the module whose outputs are the shared input of the matrices ``names``; None if it cannot be scaled.
+    """Return the module whose outputs are the shared input of the matrices ``names``; None if the module is unknown.
 
     Args:
         prefix: prefix of the layer's tensor names.

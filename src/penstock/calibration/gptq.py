@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al., 2022): inputs are rounded one by one, and the remaining ones compensate for the error."""
+"""GPTQ (Frantar et al., 2022): inputs are rounded one by one; the remaining inputs compensate for each error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .rounding import integer_range, rotate, search_weighted_scales, to_half
 DAMPING = 0.01
 """Fraction of the mean of the Hessian's diagonal that is added to the diagonal."""
 COLUMNS = 128
-"""Inputs per block: errors are applied to the rest of the block at once, and to all later inputs at its end."""
+"""Inputs per block. Errors are applied to the block after each input, and to all later inputs after the block."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Factor:
     upper: Tensor
     """``[in, in]`` float32, upper triangular: the Cholesky factor of the inverse Hessian."""
     order: Tensor
-    """``[in]`` int64: inputs in the order in which they are rounded."""
+    """``[in]`` int64: indices of the inputs in rounding order."""
     is_used: Tensor
     """``[in]`` bool: False for inputs that were always zero."""
 
@@ -80,8 +80,8 @@ def round_compensating(weight: Tensor, factor: Factor, format: Format, act_order
     """Round ``[out, in]`` float32 symmetrically, with float16 scales.
 
     Args:
-        factor: factor of the Hessian (of the rotated one if the format rotates), made with the same ``act_order`` and,
-            for 4 bits, the same group size.
+        factor: factorized Hessian (``rotated_hessian`` if the format rotates), computed with the same ``act_order``
+            and, for 4 bits, the same group size.
     """
     weight = torch.where(factor.is_used, rotate(weight, format)[:, factor.order], 0.0).T.contiguous()
     group_size = format.group_size or len(weight)
@@ -97,11 +97,11 @@ def round_compensating(weight: Tensor, factor: Factor, format: Format, act_order
 
 
 def _round_in_order(weight: Tensor, upper: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Run GPTQ. Returns the integers ``[in, out]`` float32, and the scales ``[groups, out]``.
+    """Round all inputs in order. Returns the integers ``[in, out]`` float32, and the scales ``[groups, out]``.
 
     Args:
-        weight: ``[in, out]`` float32, which is overwritten.
-        upper: see ``Factor.upper``.
+        weight: ``[in, out]`` float32; the tensor is overwritten.
+        upper: Cholesky factor of the inverse Hessian (``Factor.upper``).
     """
     limits, importance = integer_range(bits), upper.diagonal() ** -2
     values, scales = torch.empty_like(weight), []

@@ -23,12 +23,12 @@ from .statistics import InputStatistics
 from .threads import map_in_threads, torch_threads
 
 UNCLIPPED = ("q_proj", "k_proj")
-"""Matrices that AWQ does not clip, as their output error does not measure the error of the attention scores."""
+"""Matrices that AWQ does not clip: the error of their outputs does not measure the error of the attention scores."""
 PACKED_OUTPUTS = {"awq": 8, "gptq": 8}
-"""The number of outputs must be a multiple of this, by file format."""
+"""File format → number that must divide the number of outputs of a matrix."""
 
 Observations = Mapping[tuple[str, ...], InputStatistics]
-"""Statistics of each input of a layer by the matrices that share it, in the order of the computation."""
+"""Names of the matrices that share an input → statistics of the input, in the order of the computation."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class QuantizedLayer:
     quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
     """Quantized matrices by name, without ``.weight``."""
     changed: dict[str, Tensor] = field(default_factory=dict)
-    """Other changed tensors, in their original dtype, by full name."""
+    """Changed tensors that are not quantized (norms, biases), in their original dtype, by full name."""
     errors: dict[str, float] = field(default_factory=dict)
-    """Relative squared error of each matrix's products due to rounding."""
+    """Matrix name → relative squared error of its products due to rounding."""
 
 
 def is_ignored(name: str, patterns: Sequence[str]) -> bool:
@@ -54,17 +54,17 @@ def check_shape(name: str, outputs: int, inputs: int, format: Format, file_forma
     """Raise ``PenstockError`` (``invalid``) for a matrix that cannot be written in this format and file format."""
     advice = "or exclude the matrix with --ignore"
     if format.group_size and inputs % format.group_size:
-        message = f"{format.group_size} does not divide the {inputs} inputs of {name}: choose another size, {advice}"
+        message = f"is {format.group_size}; it must divide the {inputs} inputs of {name}: choose another size, {advice}"
         raise invalid("--group-size", message)
     multiple = PACKED_OUTPUTS.get(file_format, 1)
     if outputs % multiple:
-        message = f"{file_format} needs a multiple of {multiple} outputs, {name} has {outputs}: choose another method"
+        message = f"{file_format} requires multiples of {multiple} outputs; {name} has {outputs}: choose another method"
         raise invalid("--method", f"{message}, {advice}")
 
 
 @dataclass
 class LayerQuantizer:
-    """Quantizer of one layer. Changes the statistics in ``observed``."""
+    """Quantizer of one layer. It modifies the statistics in ``observed``."""
 
     ops: Ops
     config: ModelConfig
@@ -72,15 +72,15 @@ class LayerQuantizer:
     prefix: str
     """Prefix of the layer's tensor names."""
     stored: Mapping[str, Tensor]
-    """The layer's tensors, as stored in the checkpoint."""
+    """Tensors of the layer as stored in the checkpoint, by full name."""
     observed: Observations
     threads: int = 1
-    """Number of threads of searches."""
+    """Number of threads for the searches of scales."""
 
     def __post_init__(self) -> None:
         self._original = {name: tensor.float() for name, tensor in self.stored.items() if tensor.is_floating_point()}
         self.tensors = dict(self._original)
-        """The layer's current tensors, float32."""
+        """Current tensors of the layer, float32, by full name."""
 
     def quantize(self) -> QuantizedLayer:
         """Quantize the layer's matrices."""
@@ -109,7 +109,7 @@ class LayerQuantizer:
         if self.options.method == "awq":
             return awq.search_scales(self.ops, weights, statistics, producer, self.options.format, self.threads)
         if not producer.is_norm:
-            return None  # as in the paper, only the inputs from norms are smoothed
+            return None  # as in the paper, only inputs produced by norms are smoothed
         return smoothing_scales(weights, statistics, self.options.smoothing_strength)
 
     def round(self) -> QuantizedLayer:
@@ -118,14 +118,14 @@ class LayerQuantizer:
         for names, statistics in self.observed.items():
             chosen, factor = self._chosen(names), None
             if chosen and statistics.hessian is not None and statistics.seen:
-                with torch_threads(self.threads):  # a few large operations, whose sums depend on the number of threads
+                with torch_threads(self.threads):  # few large operations; sums depend on the number of threads
                     hessian = gptq.rotated_hessian(statistics.hessian, self.options.format)
                     factor = gptq.factorize(hessian, self.options.act_order, self.options.format.group_size)
             rounding = partial(self._round, statistics, factor)
             for name, rounded in zip(chosen, map_in_threads(rounding, chosen, self.threads), strict=True):
                 weight = self.tensors[f"{name}.weight"]
                 layer.quantized[name] = rounded
-                if not statistics.seen:  # an expert without tokens
+                if not statistics.seen:  # the router sent no token to this expert
                     layer.errors[name] = 0.0
                     continue
                 error = awq.squared_products(self.ops, statistics.samples, rounded.dequantize() - weight)

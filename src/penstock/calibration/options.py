@@ -24,23 +24,23 @@ class Method:
 
     about: str
     scheme: Scheme
-    """Default bits, group size and rotation. The format of sensitive matrices applies to rotated ones only."""
+    """Default bits, group size and rotation. The format of sensitive matrices is only used with rotation."""
     file_format: FileFormat = "compressed-tensors"
     bits: tuple[int, ...] = ()
-    """Values of ``--bits``; empty: only those of ``scheme``."""
+    """Allowed values of ``--bits``; empty: only the bits of ``scheme``."""
     calibrates: bool = True
-    """Uses statistics of activations."""
+    """True if the method uses statistics of activations."""
     sequential: bool = False
-    """A layer is calibrated on the outputs of the quantized layers before it, instead of the original ones."""
+    """True: calibrate a layer on the outputs of the preceding quantized layers; False: of the original layers."""
 
     @property
     def format(self) -> Format:
-        """Format of all but sensitive matrices."""
+        """Format of all matrices that are not sensitive."""
         return self.scheme.layers
 
 
 _W4A8 = Scheme(Format(4, 32, 8, rotation=ROTATION), sensitive=SCHEMES["w4a8"].sensitive)
-"""Differs from ``SCHEMES["w4a8"]``, as file formats have no integer scales (``Format.integer_scales``)."""
+"""``SCHEMES["w4a8"]`` without integer scales (``Format.integer_scales``), which file formats lack."""
 _GPTQ = Scheme(Format(4, 64, rotation=ROTATION), sensitive=Format(8, rotation=ROTATION), values_only=True)
 METHODS: dict[str, Method] = {
     "wint8": Method("8-bit weights, rounded to nearest", SCHEMES["wint8"], calibrates=False),
@@ -57,30 +57,30 @@ METHODS: dict[str, Method] = {
 
 ROTATIONS = (0, 2, 4, 8, 16, 32, 64)
 UNROTATED = ("fp8", "awq", "smoothquant")
-"""Methods without rotation: fp8 does not need it; awq and smoothquant scale input channels, which it would mix."""
+"""Methods without rotation: fp8 does not need it; awq and smoothquant scale input channels, which rotation mixes."""
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True):
-    """Options of a quantization, which determine the written bytes."""
+    """Options of ``penstock quantize``. They determine the written bytes."""
 
     method: str
     """Name of the method (``METHODS``)."""
     bits: int = 0
     """Bits of a weight: 4 or 8 with gptq; 0: the default of the method."""
     group_size: int = 0
-    """Number of inputs that share a scale, a multiple of 8, for gptq and methods with 4 bits; 0: the default of the
-    method; -1: all inputs."""
+    """Number of inputs that share a scale, for gptq and methods with 4 bits: a multiple of 8; 0: the default of the
+    method; -1: all inputs of a matrix."""
     rotation: int | None = None
     """Block size of the Hadamard rotation of weights and activations, which reduces the error: a power of two up to 64.
-    Rotated checkpoints are written as compressed-tensors with a ``transform_config``; with 4 bits, some matrices have
-    8. 0: no rotation and one format for all matrices, with gptq in the format of AutoGPTQ. Default: that of the
-    method."""
+    Rotated checkpoints are written as compressed-tensors with a ``transform_config``; rotated 4-bit checkpoints have
+    some 8-bit matrices. 0: no rotation and one format for all matrices (gptq: the file format of AutoGPTQ). Default:
+    the rotation of the method."""
     act_order: ActOrder = "static"
     """Order in which GPTQ quantizes inputs: ``none``: unpermuted; ``static``: largest activations first, with groups of
     adjacent inputs; ``group``: largest activations first, with groups in that order (``desc_act`` in
     ``config.json``)."""
     smoothing_strength: float = 0.5
-    """SmoothQuant's alpha, from 0 to 1: how much of the range of activations is moved into the weights; 0: none."""
+    """SmoothQuant's alpha, from 0 to 1: share of the range of activations that is moved into the weights."""
     calib_dataset: str = ""
     """Calibration texts: a file or folder of JSON or Parquet records (text, messages or prompt), or of plain text;
     empty: the built-in texts."""
@@ -89,14 +89,14 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
     calib_size: int = 512
     """Number of calibration samples."""
     calib_seq_len: int = 512
-    """Number of tokens of a sample."""
+    """Number of tokens per sample."""
     eval_size: int = 16
-    """Number of further samples for the measurements of the report, at most an eighth of all samples."""
+    """Number of additional samples for the measurements in the report, at most an eighth of all samples."""
     ignore: tuple[str, ...] = ()
     """Matrices that are not quantized: names, suffixes of names, or ``fnmatch`` patterns, such as down_proj or
     'layers.0.*'."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """Dtype of the KV cache in the measurements of the report. It needs no calibration."""
+    """Dtype of the KV cache in the measurements of the report; auto: the model's dtype. It needs no calibration."""
     seed: int = 0
     """Seed of the selection of samples."""
 
@@ -114,7 +114,7 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
 
     @property
     def format(self) -> Format:
-        """Format of all but sensitive matrices. Raises like ``scheme``."""
+        """Format of all matrices that are not sensitive. Raises ``PenstockError`` (``invalid``) for invalid options."""
         return self.scheme.layers
 
     @property
@@ -130,13 +130,14 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
             choices = method.bits or (method.format.bits,)
             if bits not in choices:
                 supported = " or ".join(map(str, choices))
-                raise invalid("--bits", f"must be {supported} with {self.method}, is {self.bits}", choices[0])
+                raise invalid("--bits", f"is {self.bits}; it must be {supported} with {self.method}", choices[0])
         if self.group_size:
             if not method.format.group_size:
-                raise invalid("--group-size", f"{self.method} has one scale per output: remove the option")
+                message = f"is {self.group_size}, but {self.method} has one scale per output: remove the option"
+                raise invalid("--group-size", message)
             group_size = max(self.group_size, 0)
             if self.group_size < -1 or group_size % 8:
-                raise invalid("--group-size", f"must be a multiple of 8, or -1, is {self.group_size}", 8)
+                raise invalid("--group-size", f"is {self.group_size}; it must be a multiple of 8, or -1", 8)
         return replace(method.format, bits=bits, group_size=group_size, rotation=self._rotation(method))
 
     def _rotation(self, method: Method) -> int:
@@ -145,24 +146,27 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
         if self.rotation is None:
             return 0 if has_order else method.format.rotation
         if self.rotation not in ROTATIONS:
-            raise invalid("--rotation", f"must be a power of two from 2 to 64, or 0, is {self.rotation}", 64)
+            raise invalid("--rotation", f"is {self.rotation}; it must be a power of two from 2 to 64, or 0", 64)
         if self.rotation and self.method in UNROTATED:
             rotated = ", ".join(name for name in METHODS if name not in UNROTATED)
-            raise invalid("--rotation", f"must be 0 with {self.method}; methods with rotation are {rotated}")
+            message = f"is {self.rotation}; it must be 0 with {self.method}. Methods with rotation: {rotated}"
+            raise invalid("--rotation", message)
         if self.rotation and has_order:
-            raise invalid("--act-order", "group needs --rotation 0: use static, or do not rotate")
+            raise invalid(
+                "--act-order", f"group is not possible with --rotation {self.rotation}: use static, or rotation 0"
+            )
         return self.rotation
 
     def check(self) -> None:
         """Raise ``PenstockError`` (``invalid``) for a value out of range."""
         if self.method not in METHODS:
-            raise invalid("--method", f"must be one of {', '.join(METHODS)}, is {self.method!r}")
+            raise invalid("--method", f"is {self.method!r}; it must be one of {', '.join(METHODS)}")
         _ = self.scheme
         for name, least in (("calib_size", 1), ("calib_seq_len", 2), ("eval_size", 1), ("seed", 0)):
             if (value := getattr(self, name)) < least:
-                raise invalid(f"--{name.replace('_', '-')}", f"must be at least {least}, is {value}", least)
+                raise invalid(f"--{name.replace('_', '-')}", f"is {value}; it must be at least {least}", least)
         if not (math.isfinite(self.smoothing_strength) and 0 <= self.smoothing_strength <= 1):
-            raise invalid("--smoothing-strength", f"must be from 0 to 1, is {self.smoothing_strength}", 1)
+            raise invalid("--smoothing-strength", f"is {self.smoothing_strength}; it must be from 0 to 1", 1)
         if self.calib_dataset and not Path(self.calib_dataset).exists():
             advice = "name a file or folder (.jsonl, .parquet or plain text), or omit the option for the built-in texts"
             raise invalid("--calib-dataset", f"{self.calib_dataset} does not exist: {advice}")

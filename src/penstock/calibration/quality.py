@@ -44,7 +44,7 @@ def compare(model: Model, original: Tensor, quantized: Tensor, samples: Tensor) 
 
 
 def relative_error(original: Tensor, quantized: Tensor) -> float:
-    """Return the sum of squared errors of hidden states ``[samples, tokens, hidden]`` over their sum of squares."""
+    """Return the squared error of hidden states ``[samples, tokens, hidden]``, relative to ``original`` squared."""
     error = norm = 0.0
     for before, after in zip(original, quantized, strict=True):
         error += float((after.float() - before.float()).square().sum(dtype=torch.float64))

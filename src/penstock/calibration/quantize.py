@@ -46,9 +46,9 @@ from .writer import CheckpointWriter, encode_layer, read_tensors
 logger = logging.getLogger(__name__)
 
 AT_LOAD = ": use --quantization, which quantizes at load"
-"""Advice for models that cannot be quantized here."""
+"""Advice for models that ``penstock quantize`` does not support."""
 CALIBRATION, ORIGINAL, QUANTIZED = "calibration", "original", "quantized"
-"""Streams of hidden states: calibration samples, and evaluation samples in the original and in the quantized model."""
+"""Streams of hidden states: calibration samples; evaluation samples, in the original and in the quantized model."""
 
 
 def quantize(
@@ -58,9 +58,9 @@ def quantize(
 
     Args:
         model: folder of the checkpoint.
-        output: folder to write to: new, empty, or of a run with the same options.
-        threads: number of threads; 0: one per core. A resumed run keeps the number that it began with.
-        progress: show progress.
+        output: output folder: new, empty, or of an earlier run with the same options.
+        threads: number of threads; 0: one per usable core. A resumed run uses the number of its first start.
+        progress: show a progress bar.
 
     Returns:
         The report, as in ``quantization_report.json``.
@@ -70,7 +70,7 @@ def quantize(
     options.check()
     config = read_config(model)
     if config.quantization_config is not None:
-        raise invalid("model", f"{model} is quantized already: use the original checkpoint")
+        raise invalid("model", f"{model} is already quantized: use the original checkpoint")
     if find_gguf(model):
         raise invalid("model", f"{model} has a GGUF file: use the original Hugging Face checkpoint")
     if read_engine_config(model):
@@ -107,9 +107,9 @@ def _check_model(config: ModelConfig, model: Path, options: QuantizeOptions) -> 
     family, head_dim = config.architecture, config.stored_head_dim
     fused = "have fused matrices, or tensor names other than Llama's"
     for is_unsupported, message in (
-        (config.has_vision, f"{model} has image input, which is not supported by penstock quantize"),
-        (config.speech, f"{model} has audio input, which is not supported by penstock quantize"),
-        (head_dim, f"{model} has head_dim {head_dim}; only multiples of {PADDED_TO} can be quantized"),
+        (config.has_vision, f"{model} has image input, which penstock quantize does not support{AT_LOAD}"),
+        (config.speech, f"{model} has audio input, which penstock quantize does not support"),
+        (head_dim, f"{model} has head_dim {head_dim}, which must be a multiple of {PADDED_TO}{AT_LOAD}"),
         (find_family(family).find_stored, f"checkpoints of {family} {fused}{AT_LOAD}"),
         (config.latent, f"{family} has multi-head latent attention, which cannot be calibrated{AT_LOAD}"),
     ):
@@ -125,34 +125,35 @@ def _unsupported(message: str, field: str = "model") -> PenstockError:
 
 
 def _check_ignored(options: QuantizeOptions, checkpoint: Checkpoint) -> None:
-    """Raise ``PenstockError`` (``invalid``) for a pattern without a match. "lm_head" is allowed even if it is tied."""
+    """Raise ``PenstockError`` (``invalid``) for a pattern without a match, except "lm_head" (tied embeddings)."""
     names = [*(name.removesuffix(".weight") for name in checkpoint.names), "lm_head"]
     for pattern in options.ignore:
         if not any(is_ignored(name, [pattern]) for name in names):
-            raise invalid("--ignore", f"{pattern} matches no matrix: use names as down_proj or 'layers.0.*'")
+            message = f"{pattern} matches no matrix: use a name or pattern such as down_proj or 'layers.0.*'"
+            raise invalid("--ignore", message)
 
 
 def _fit_sizes(options: QuantizeOptions, checkpoint: Checkpoint) -> QuantizeOptions:
-    """Reduce group size and rotated blocks to divisors of the inputs of all matrices. If no group size is one, it is
-    unchanged, and ``check_shape`` raises."""
+    """Reduce group size and rotation to divisors of the number of inputs of all matrices. If no supported group size
+    divides it, the group size is unchanged, and ``check_shape`` raises."""
     names = [name for name in checkpoint.names if name.startswith("model.layers.") and name.endswith(".weight")]
     shapes = [checkpoint.shape(name) for name in names if not is_ignored(name.removesuffix(".weight"), options.ignore)]
     common = math.gcd(*(shape[1] for shape in shapes if len(shape) == 2))
     wanted, rotation = options.format.group_size, options.format.rotation
     if rotation and (block := math.gcd(rotation, common)) != rotation:
-        logger.warning("rotation %d does not divide the inputs of all matrices: using %d", rotation, block)
+        logger.warning("rotation %d does not divide the number of inputs of all matrices: using %d", rotation, block)
         options = msgspec.structs.replace(options, rotation=block if block > 1 else 0)
     fitting = fitting_group_size(wanted, common)
     if wanted and not options.group_size and (power := math.gcd(wanted, common)) % 8 == 0:
-        fitting = power  # by default a power of two, as kernels of other systems support few sizes
+        fitting = power  # the default is a power of two: kernels of other systems support few sizes
     if fitting != wanted:
-        logger.warning("group size %d does not divide the inputs of all matrices: using %d", wanted, fitting)
+        logger.warning("group size %d does not divide the number of inputs of all matrices: using %d", wanted, fitting)
         options = msgspec.structs.replace(options, group_size=fitting)
     return options
 
 
 class _Run:
-    """Quantization of the layers of a checkpoint."""
+    """A run that quantizes the layers of a checkpoint one by one."""
 
     def __init__(
         self, model: Path, options: QuantizeOptions, config: ModelConfig, checkpoint: Checkpoint, state: RunState
@@ -177,20 +178,21 @@ class _Run:
         }
 
     def _read_samples(self, model: Path) -> dict[str, Tensor]:
-        """Read the token ids of each stream."""
+        """Read the token ids of each stream, ``[samples, tokens]``."""
         options, config = self._options, self._config
         count, length = options.calib_size + options.eval_size, min(options.calib_seq_len, config.max_model_len)
         texts = options.calib_texts or options.calib_dataset
         samples = read_samples(texts, Tokenizer(model), count, length, options.seed)
         if int(samples.max()) >= config.vocab_size:
-            raise invalid("model", f"{model} has token ids above the model's vocab_size {config.vocab_size}")
+            message = f"the tokenizer of {model} has token id {int(samples.max())}; it must be below vocab_size,"
+            raise invalid("model", f"{message} {config.vocab_size}")
         calibration, evaluation = split_samples(samples, options.calib_size, options.eval_size)
         if not self._method.calibrates:
             calibration = calibration[:0]
         return {CALIBRATION: calibration, ORIGINAL: evaluation, QUANTIZED: evaluation}
 
     def quantize_layers(self, progress: bool) -> None:
-        """Quantize the layers that are not finished yet."""
+        """Quantize all layers that an earlier run has not finished."""
         layers, finished = self._config.num_layers, 0
         while finished < layers and self._state.layer(finished) is not None:
             finished += 1
@@ -205,7 +207,7 @@ class _Run:
 
     @torch.inference_mode()
     def _quantize_layer(self, number: int, progress: Callable[[int], object]) -> None:
-        """Quantize a layer, and compute the inputs of the next one."""
+        """Quantize a layer, and compute the inputs of the next layer."""
         is_last = number == self._config.num_layers - 1
         before = self._samples if number == 0 else {name: self._open(number - 1, name) for name in self._samples}
         after = {name: self._open(number, name, new=True) for name in self._samples}
@@ -223,7 +225,7 @@ class _Run:
         result: dict[str, Any] = {"error": relative_error(after[ORIGINAL], after[QUANTIZED]), "matrices": layer.errors}
         if is_last:
             del stage
-            # the same head and backend for original and quantized hidden states, since backends round differently
+            # Original and quantized hidden states need the same head and backend: backends round differently.
             head = self._build(number, self._ops, QuantizedLayer())
             result["quality"] = compare(head, after[ORIGINAL], after[QUANTIZED], self._samples[ORIGINAL])
         tensors = encode_layer(layer, stored, self._options.file_format)
@@ -237,7 +239,7 @@ class _Run:
         after: dict[str, Tensor],
         progress: Callable[[int], object],
     ) -> Observations:
-        """Compute the original layer. Returns statistics of the inputs of its matrices."""
+        """Compute the original layer. Returns statistics of the inputs of the layer's matrices."""
         observed = CALIBRATION if self._method.calibrates else ORIGINAL
         observer = InputObserver(self._ops, self._samples[observed].numel(), self._options.method == "gptq")
         stage = self._build(number, self._ops, QuantizedLayer(), observer)

@@ -13,7 +13,7 @@ from .state import REPORT, RunState
 
 PAGE = "quantization_report.html"
 WIDTH, HEIGHT, MARGIN = 760, 220, 56
-"""Sizes of a chart in pixels."""
+"""Width, height and margin of a chart in pixels."""
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 800px; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -29,13 +29,13 @@ def make_report(
     sizes: Mapping[str, int],
     written: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Return the report as plain data. It has no times, so that equal runs have equal reports.
+    """Return the report as plain data. It contains no times, so that equal runs have equal reports.
 
     Args:
         job: options and inputs of the run.
-        layers: results of each layer (``RunState.layer``); those of the last layer contain "quality".
-        sizes: numbers of samples and tokens.
-        written: size of the tensors in bytes, before and after.
+        layers: results of each layer (``RunState.layer``); the results of the last layer contain "quality".
+        sizes: numbers of samples, and number of tokens per sample.
+        written: size of the tensors in bytes, before and after quantization.
     """
     return {
         "job": dict(job),
@@ -90,7 +90,7 @@ def render(report: Mapping[str, Any]) -> str:
         f"<title>Quantization: {escape(job['method'])}</title><style>{STYLE}</style>",
         f"<h1>{escape(job['method'])}</h1><p>{escape(method.about)}, written as {file_format}. "
         f"Calibrated on {report['calibration_samples']} samples of {report['sample_tokens']} tokens, measured on "
-        f"{report['measured_samples']} others.</p>",
+        f"{report['measured_samples']} other samples.</p>",
         _table(("", ""), _figures(report), numbers=False),
         "<h2>Error after each layer</h2><p>Relative squared error of the hidden states, accumulated over the layers. "
         "The last bar is after the final norm.</p>",

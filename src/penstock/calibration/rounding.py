@@ -11,20 +11,20 @@ from penstock.ops.hadamard import hadamard
 from penstock.ops.scale_search import search_scales
 
 MIN_MAGNITUDE = 1e-30
-"""Groups up to this magnitude are rounded to zeros, as in ``ops.reference``."""
+"""Groups whose largest magnitude is at most this are rounded to zeros, as in ``ops.reference``."""
 
 CLIPPING = [1 + step / 24 for step in range(12)]
 """Candidate clipping factors: the largest magnitude is mapped to ``-8 * factor``; integers below -8 are clipped."""
 
 
 def rotate(weight: Tensor, format: Format) -> Tensor:
-    """Rotate ``[out, in]`` float32 as the format requires, for inputs rotated with ``hadamard``."""
+    """Rotate ``[out, in]`` float32 by the format's Hadamard blocks, for inputs that are rotated by ``hadamard``."""
     block = format.rotation_block(weight.shape[1])
     return hadamard(weight, block) / block
 
 
 def round_to_nearest(weight: Tensor, format: Format) -> QuantizedWeight:
-    """Round ``[out, in]`` float32 like quantization at load (``ops.reference.pack``)."""
+    """Round ``[out, in]`` float32 to nearest, as quantization at load does (``ops.reference.pack``)."""
     if format.floating:
         maximum = weight.abs().amax(1, keepdim=True)
         inverse = torch.where(maximum > MIN_MAGNITUDE, torch.full_like(maximum, MAX_FP8) / maximum, 0)
@@ -42,8 +42,8 @@ def to_groups(weight: Tensor, format: Format) -> Tensor:
 
 
 def symmetric_scales(groups: Tensor, bits: int) -> Tensor:
-    """Return the scales ``[...]`` of groups ``[..., group_size]``: with 8 bits the largest magnitude over 127, with 4
-    bits those of ``ops.scale_search``."""
+    """Return the scales ``[...]`` of groups ``[..., group_size]``: the largest magnitude over 127 with 8 bits, the
+    result of ``search_scales`` with 4 bits."""
     maximum = groups.abs().amax(-1)
     if bits == 8:
         return maximum / 127
@@ -51,8 +51,8 @@ def symmetric_scales(groups: Tensor, bits: int) -> Tensor:
 
 
 def search_weighted_scales(groups: Tensor, importance: Tensor, bits: int) -> Tensor:
-    """Like ``symmetric_scales``, but with 4 bits the squared error of each input is weighted by ``importance``
-    ``[group_size]``, and more scales are tried."""
+    """Same as ``symmetric_scales``, except that with 4 bits the squared error of each input is weighted by
+    ``importance`` ``[group_size]``, and more scales are tried."""
     maximum = groups.abs().amax(-1)
     if bits == 8:
         return maximum / 127
@@ -88,7 +88,7 @@ def round_between(groups: Tensor, lowest: Tensor, highest: Tensor, bits: int) ->
         lowest, highest: range of each group, ``[...]``; values outside are clipped.
 
     Returns:
-        Values ``[..., group_size]`` int8, from ``-2 ** (bits - 1)``; scales ``[...]``; offsets ``[...]``.
+        Values ``[..., group_size]`` int8, signed integers of ``bits`` bits; scales ``[...]``; offsets ``[...]``.
     """
     levels, middle = 2**bits - 1, 2 ** (bits - 1)
     scales = to_half((highest.clamp(min=0) - lowest.clamp(max=0)) / levels)
@@ -98,6 +98,6 @@ def round_between(groups: Tensor, lowest: Tensor, highest: Tensor, bits: int) ->
 
 
 def to_half(scales: Tensor) -> Tensor:
-    """Round scales to float16, their dtype in checkpoints; those that become 0 are replaced by 1."""
+    """Round scales to float16, their dtype in checkpoints. Scales that become 0 are replaced by 1."""
     rounded = scales.half().float()
     return torch.where(rounded != 0, rounded, 1.0)

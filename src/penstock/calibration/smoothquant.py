@@ -1,4 +1,4 @@
-"""SmoothQuant (Xiao et al., 2022): inputs with large activations are scaled down, and their weights up."""
+"""SmoothQuant (Xiao et al., 2022): inputs with large activations are scaled down, and their weights scaled up."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MIN_MAGNITUDE = 1e-5
 
 
 def smoothing_scales(weights: Sequence[Tensor], statistics: InputStatistics, strength: float) -> Tensor:
-    """Return the scales ``[in]`` to divide inputs and multiply their weights by.
+    """Return the scales ``[in]``: inputs are divided by them, and weights multiplied.
 
     Args:
         weights: matrices that share the input, ``[out, in]`` float32 each.
-        strength: alpha of the paper.
+        strength: alpha of the paper, from 0 to 1.
     """
     largest = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).clamp(min=MIN_MAGNITUDE)
     scales = statistics.maximum.clamp(min=MIN_MAGNITUDE) ** strength / largest ** (1 - strength)

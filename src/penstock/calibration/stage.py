@@ -22,9 +22,9 @@ from penstock.quant import ExpertMatrices, Matrix
 from .statistics import InputObserver
 
 BLOCK = 64
-"""Number of tokens of a KV block."""
+"""Number of tokens per KV block."""
 BATCH_TOKENS = 4096
-"""Number of tokens that are computed at a time (at least one sample)."""
+"""Maximum number of tokens per forward pass; a longer sample is still computed at once."""
 CPU = torch.device("cpu")
 
 
@@ -145,7 +145,7 @@ def build_stage(
     max_len: int,
     observer: InputObserver | None = None,
 ) -> Model:
-    """Build the model with a single layer; the first includes the embedding, the last the final norm and the head."""
+    """Build the model with a single layer. Layer 0 includes the embedding; the last layer the final norm and head."""
     family = find_family(config.architecture)
     layers = range(layer, layer + 1)
     kind = partial(ObservingContext, observer=observer) if observer else BuildContext
@@ -177,10 +177,10 @@ def run_stage(
 
     Args:
         inputs: token ids ``[samples, tokens]`` for the first layer, hidden states ``[samples, tokens, hidden]`` for
-            others.
-        outputs: where to write the hidden states; None discards them.
+            all later layers.
+        outputs: destination of the hidden states, ``[samples, tokens, hidden]``; None: they are discarded.
         kv_quantization: quantization of the KV cache, as in ``KVSpec``.
-        progress: called with the number of samples computed since the last call.
+        progress: called after each forward pass with its number of samples.
     """
     count, tokens = inputs.shape[:2]
     if not count:

@@ -1,7 +1,7 @@
-"""State of an unfinished run, in a subfolder of the output, from which an interrupted run resumes.
+"""State of an unfinished run, stored in a subfolder of the output. An interrupted run resumes from it.
 
 Files are written to a temporary name and renamed. The last file of a layer is ``layer-N.json``; a run that was killed
-resumes after the last layer that has one.
+resumes after the last layer with this file.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FIELD = "--output-dir"
 
 
 class RunState:
-    """The folder of an unfinished run, locked while this process has it open.
+    """The folder of an unfinished run. This process holds a lock on it.
 
     Args:
         output: output folder of the run, created if missing.
-        job: all inputs that determine the written bytes. A run that has finished a layer resumes only with an equal
+        job: all inputs that determine the written bytes. A run that has finished a layer only resumes with an equal
             ``job``.
-        details: settings stored by the first run, and reused by resumed runs.
+        details: settings that the first run stores and resumed runs reuse.
 
     Raises ``PenstockError`` (``invalid``) if the output has other contents, or another process writes to it.
     """
@@ -64,7 +64,7 @@ class RunState:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise invalid(FIELD, f"another process is quantizing to {self._output}: wait until it ends") from error
+            raise invalid(FIELD, f"{self._output} is in use by another quantization: wait until it ends") from error
         return lock
 
     def layer(self, number: int) -> dict[str, Any] | None:
@@ -72,21 +72,21 @@ class RunState:
         return self._read(self._layer_path(number, ".json"))
 
     def finish_layer(self, number: int, result: Mapping[str, Any]) -> None:
-        """Mark a layer as finished, and delete the hidden states before it."""
+        """Mark a layer as finished, and delete the hidden states of the preceding layer."""
         self._write_json(self._layer_path(number, ".json"), result)
         for path in self.folder.glob(f"hidden-{number - 1:05}-*"):
             path.unlink()
 
     def layer_tensors(self, number: int) -> Path:
-        """Path of a layer's tensors."""
+        """Path of the file with a layer's tensors."""
         return self._layer_path(number, ".safetensors")
 
     def hidden_states(self, number: int, stream: str) -> Path:
-        """Path of the hidden states after a layer."""
+        """Path of the file with the hidden states after a layer."""
         return self.folder / f"hidden-{number:05}-{stream}.bin"
 
     def write(self, path: Path, write: Callable[[Path], object]) -> None:
-        """Write a file atomically: call ``write`` with a temporary path, then rename that to ``path``."""
+        """Write a file atomically: call ``write`` with a temporary path, then rename the file to ``path``."""
         temporary = self.folder / "unfinished"
         write(temporary)
         temporary.chmod(0o644)  # safetensors writes files that only the user can read
@@ -112,13 +112,13 @@ class RunState:
         return result
 
 
-ADVICE = "use an empty or new folder, or delete it"
+ADVICE = "name an empty or new folder, or delete this one"
 
 
 def finished_report(output: Path, job: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the report of a finished run; None if the output has no finished checkpoint.
 
-    Raises ``PenstockError`` (``invalid``) if the checkpoint is one of another job, or was not made by a run.
+    Raises ``PenstockError`` (``invalid``) if the checkpoint has another ``job``, or has no report.
     """
     if not (output / CONFIG).exists():
         return None
@@ -126,7 +126,7 @@ def finished_report(output: Path, job: Mapping[str, Any]) -> dict[str, Any] | No
         report: dict[str, Any] = json.loads((output / REPORT).read_text(encoding="utf-8"))
         before = report["job"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise invalid(FIELD, f"{output} contains another checkpoint: {ADVICE}") from error
+        raise invalid(FIELD, f"{output} contains a checkpoint without a {REPORT}: {ADVICE}") from error
     if before != job:
         raise invalid(FIELD, f"{output} was made with other options ({_difference(before, job)}): {ADVICE}")
     shutil.rmtree(output / FOLDER, ignore_errors=True)

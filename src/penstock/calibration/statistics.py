@@ -10,30 +10,30 @@ from torch import Tensor
 from penstock.ops import Ops
 
 SAMPLED_TOKENS = 1024
-"""Number of evenly spaced tokens whose inputs are kept for searches and for the errors in the report."""
+"""Number of evenly spaced tokens whose inputs are stored for searches and for the errors in the report."""
 PANELS = 4
-"""Number of column blocks in which a Hessian is summed, so that little of its upper triangle is computed."""
+"""Number of column blocks of a Hessian. A block is computed from its diagonal down; the part above is skipped."""
 
 
 class InputStatistics:
-    """Statistics of the input that some matrices share.
+    """Statistics of an input that is shared by one or more matrices.
 
     Args:
         tokens: total number of tokens that will be added.
-        with_hessian: sum the outer products of the inputs, which costs as much as the layer itself.
+        with_hessian: also sum the outer products of the inputs, which takes as long as computing the layer.
     """
 
     def __init__(self, ops: Ops, inputs: int, tokens: int, with_hessian: bool) -> None:
         self._ops = ops
         self.seen = 0
-        """Number of tokens so far."""
-        self._stride = tokens // SAMPLED_TOKENS | 1  # odd, so that positions in a sample alternate
+        """Number of tokens added so far."""
+        self._stride = tokens // SAMPLED_TOKENS | 1  # an odd stride visits different positions of each sample
         self._sampled: list[Tensor] = []
         self._sum = torch.zeros(inputs)
         self.maximum = torch.zeros(inputs)
         """``[in]`` float32: largest magnitude of each input."""
         self.hessian = torch.zeros(inputs, inputs) if with_hessian else None
-        """``[in, in]`` float32: sum of the inputs' outer products, half the Hessian of the squared error."""
+        """``[in, in]`` float32: sum of outer products of the inputs, which is half the Hessian of the squared error."""
 
     def add(self, x: Tensor) -> None:
         """Add inputs ``[tokens, in]``. An expert may have no tokens."""
@@ -58,7 +58,7 @@ class InputStatistics:
     def finish(self) -> None:
         """Complete the statistics after all inputs have been added."""
         self.samples = torch.cat(self._sampled) if self._sampled else torch.empty(0, len(self._sum))
-        """``[sampled, in]``, in the model's dtype."""
+        """Inputs of the sampled tokens, ``[sampled, in]`` in the model's dtype."""
         self.mean = self._sum / max(self.seen, 1)
         """``[in]`` float32: mean magnitude of each input."""
         self._sampled.clear()
@@ -66,7 +66,7 @@ class InputStatistics:
             self.hessian = self.hessian.tril() + self.hessian.tril(-1).T
 
     def divide(self, scales: Tensor) -> None:
-        """Update the statistics to inputs divided by ``scales`` ``[in]``."""
+        """Convert the statistics to those of inputs divided by ``scales`` ``[in]``."""
         self.samples = (self.samples.float() / scales).to(self.samples.dtype)
         self.mean /= scales
         self.maximum /= scales
@@ -76,17 +76,17 @@ class InputStatistics:
 
 @dataclass
 class InputObserver:
-    """Collects statistics of the inputs of a layer's matrices. See ``InputStatistics`` for the first arguments."""
+    """Collects ``InputStatistics``, which describe the first arguments, for the inputs of a layer's matrices."""
 
     ops: Ops
     tokens: int
     with_hessian: bool
     statistics: dict[tuple[str, ...], InputStatistics] = field(default_factory=dict)
-    """Statistics by the names of the matrices that share an input, in the order of the computation."""
+    """Names of the matrices that share an input → statistics of the input, in the order of the computation."""
     _finished: bool = False
 
     def register(self, names: tuple[str, ...], inputs: int) -> None:
-        """Register matrices that share an input, while the layer is built."""
+        """Register matrices that share an input of size ``inputs``. Called while the layer is built."""
         self.statistics[names] = InputStatistics(self.ops, inputs, self.tokens, self.with_hessian)
 
     def observe(self, names: tuple[str, ...], x: Tensor) -> None:

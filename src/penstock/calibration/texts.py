@@ -1,4 +1,4 @@
-"""Calibration texts: records of files, rendered and encoded to samples of equal length."""
+"""Calibration texts: records read from files, rendered and encoded to samples of equal length."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from penstock.text import Tokenizer, tokenizer_files
 BUILT_IN = Path(__file__).parent / "texts.jsonl.gz"
 """English and Chinese chats, sampled from the demo model's corpus by ``examples/demo_model/calibration.py``."""
 MANUAL = "pydoc_data.topics"
-"""Module with Python's reference manual, English prose that most installations of Python include. Half of the built-in
-texts are windows of it, as the vocabulary of the chats alone is too small."""
+"""Module with Python's reference manual: English prose that most installations of Python include. Half of the built-in
+texts are windows of the manual, because the vocabulary of the chats alone is too small."""
 FIELDS = ("text", "messages", "prompt")
-"""Fields of a record, of which the first present one is used: a text, a chat in OpenAI's format, or a prompt, followed
+"""Fields of a record; the first field that is present is used: a text, a chat in OpenAI's format, or a prompt, followed
 by a ``response`` or ``completion`` if present."""
 ANSWERS = ("response", "completion")
 WINDOW_CHARACTERS = 8
-"""Characters per token of a sample in the records that plain text is cut into; tokens have fewer on average."""
+"""Characters per token in records cut from plain text: more than tokens have on average, so a record fills a sample."""
 SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
 """Suffixes of the files that are read from a folder."""
 FIELD = "--calib-dataset"
@@ -38,13 +38,13 @@ FIELD = "--calib-dataset"
 def read_samples(dataset: str | Sequence[str], tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> Tensor:
     """Draw samples from a data set.
 
-    Records are shuffled, encoded, and concatenated until a sample is full; the rest of its last record is dropped.
+    Records are shuffled, encoded, and concatenated until a sample is full; the end of the last record is dropped.
 
     Args:
         dataset: a file of JSON lines (``.jsonl``), a JSON array (``.json``), Parquet (``.parquet``) or text; a folder
-            of such files; a sequence of texts; or empty for the built-in texts.
+            of files in these formats; a sequence of texts; or empty for the built-in texts.
         count: maximum number of samples.
-        tokens: number of tokens of a sample.
+        tokens: number of tokens per sample.
 
     Returns:
         ``[samples, tokens]`` int64; a data set with fewer tokens than a sample gives one shorter sample.
@@ -66,12 +66,12 @@ def read_samples(dataset: str | Sequence[str], tokenizer: Tokenizer, count: int,
         if len(samples) == count:
             break
     if not samples and len(sample) < 2:
-        raise invalid(FIELD, f"{dataset or 'the data set'} contains no text")
+        raise invalid(FIELD, f"{dataset or 'the data set'} has fewer than 2 tokens of text: add texts")
     return torch.tensor(samples or [sample])
 
 
 def texts_digest(dataset: str, model: Path) -> str:
-    """Return a digest of the files that determine the samples: those of the data set and of the model's tokenizer.
+    """Return a digest of the files that determine the samples: the data set and the model's tokenizer.
 
     Raises ``PenstockError`` (``invalid``) for a file that cannot be read.
     """
@@ -86,8 +86,8 @@ def texts_digest(dataset: str, model: Path) -> str:
 
 
 def split_samples(samples: Tensor, calib_size: int, eval_size: int) -> tuple[Tensor, Tensor]:
-    """Split samples into those for calibration and those for evaluation (an eighth, at most ``eval_size``). A single
-    sample is used for both."""
+    """Split samples into calibration samples and evaluation samples (an eighth, at most ``eval_size``). A single sample
+    is used for both."""
     if len(samples) == 1:
         return samples, samples
     evaluated = min(eval_size, max(1, len(samples) // 8))
@@ -117,7 +117,7 @@ def _built_in(tokens: int, seed: int) -> list[Mapping[str, Any]]:
 
 
 def _manual() -> list[str]:
-    """The topics of Python's manual; empty if it is not installed."""
+    """The topics of Python's manual; empty if the manual is not installed."""
     try:
         return [*importlib.import_module(MANUAL).topics.values()]
     except ImportError:
@@ -135,10 +135,11 @@ def _read(path: Path, tokens: int) -> list[Mapping[str, Any]]:
     except OSError as error:
         raise _cannot_read(path, error) from error
     except UnicodeDecodeError as error:
-        raise invalid(FIELD, f"{path} is not UTF-8 text ({error.reason})") from error
+        message = f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert the file to UTF-8"
+        raise invalid(FIELD, message) from error
     if path.suffix == ".json" and text.lstrip().startswith("["):
         return _parse_array(text, path)
-    if ".jsonl" in path.suffixes or path.suffix == ".json":  # no splitlines(): strings may contain U+2028 and others
+    if ".jsonl" in path.suffixes or path.suffix == ".json":  # splitlines() would also split at U+2028 in strings
         return [_parse(line, path, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     return [{"text": window} for window in _windows(text, WINDOW_CHARACTERS * tokens)]
 
@@ -152,7 +153,7 @@ def _read_parquet(path: Path) -> list[Mapping[str, Any]]:
         ) from error
     try:
         rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
-    except Exception as error:  # classes of pyarrow
+    except Exception as error:  # pyarrow raises exceptions of several classes
         raise invalid(FIELD, f"{path} cannot be read as Parquet ({str(error).splitlines()[0]})") from error
     return [_checked(row, path, number) for number, row in enumerate(rows, 1)]
 
@@ -178,7 +179,8 @@ def _checked(record: Any, path: Path, number: int) -> Mapping[str, Any]:
         messages = record.get("messages")
         if messages and isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages):
             return record
-    raise invalid(FIELD, f"record {number} of {path} has none of the fields {', '.join(FIELDS)}")
+    message = f"record {number} of {path} has no valid field of {', '.join(FIELDS)}: add a text, messages or a prompt"
+    raise invalid(FIELD, message)
 
 
 def _windows(text: str, characters: int) -> Iterator[str]:
@@ -202,6 +204,6 @@ def _render(record: Mapping[str, Any], tokenizer: Tokenizer) -> str:
         try:
             return tokenizer.template.render(messages, tools=record.get("tools"), add_generation_prompt=False)
         except PenstockError as error:
-            raise invalid(FIELD, f"the chat template cannot render a record ({error})") from error
+            raise invalid(FIELD, f"the chat template cannot render a record ({error}): remove the record") from error
     answer = next((record[name] for name in ANSWERS if isinstance(record.get(name), str)), "")
     return f"{record['prompt']}{answer}"

@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """Yield ``function`` of each item, in order. At most ``threads`` results are held at a time."""
+    """Yield ``function(item)`` for each item, in order. At most ``threads`` results are held at a time."""
     remaining = iter(items)
     with ThreadPoolExecutor(threads, initializer=partial(torch.set_num_threads, 1)) as pool:
         while chunk := list(islice(remaining, threads)):

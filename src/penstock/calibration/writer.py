@@ -1,4 +1,4 @@
-"""Writing of quantized checkpoints in the formats AWQ, GPTQ, and compressed-tensors."""
+"""Writer of quantized checkpoints in the formats AWQ, GPTQ, and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .state import CONFIG, RunState
 SHARD_BYTES = 2**31
 """Maximum size of a shard in bytes."""
 COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
-"""Patterns of copied files: tokenizer, chat templates, sampling defaults."""
+"""Name patterns of the files to copy: tokenizer, chat templates, sampling defaults."""
 NOT_COPIED = (
     CONFIG,
     "*.index.json",
@@ -105,7 +105,8 @@ def _encode_gptq(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def _encode_compressed(weight: QuantizedWeight) -> dict[str, Tensor]:
-    scales = weight.scales * weight.format.rotation_block(weight.values.shape[1]) ** 0.5  # for normalized rotations
+    # The format expects normalized rotations; the rotation of ``QuantizedWeight`` is not normalized.
+    scales = weight.scales * weight.format.rotation_block(weight.values.shape[1]) ** 0.5
     scales = scales.half() if weight.format.bits == 4 and fits_half(scales) else scales
     if not _is_packed(weight.format):
         return {"weight": weight.values, "weight_scale": scales}
@@ -117,13 +118,13 @@ def _encode_compressed(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def _is_packed(format: Format) -> bool:
-    """True if compressed-tensors packs the integers into int32: with 4 bits, or unquantized activations."""
+    """True if compressed-tensors packs the integers into int32: 4-bit weights, or unquantized activations."""
     return format.bits == 4 or not format.activation_bits
 
 
 @dataclass
 class CheckpointWriter:
-    """Assembles the quantized checkpoint from the layers' files and the rest of the original checkpoint."""
+    """Assembles the quantized checkpoint from the files of quantized layers and other files of the original."""
 
     model: Path
     """Folder of the original checkpoint."""
@@ -134,12 +135,12 @@ class CheckpointWriter:
     options: QuantizeOptions
     state: RunState
     _unquantized: list[str] = field(default_factory=list)
-    """Names of unquantized matrices except embedding and head."""
+    """Names of unquantized matrices, without embedding and head."""
     _sensitive: list[str] = field(default_factory=list)
-    """Names of quantized matrices with the scheme's format for sensitive matrices."""
+    """Names of quantized matrices in the format for sensitive matrices."""
 
     def write_weights(self, progress: bool = True) -> dict[str, int]:
-        """Write the shards, and copy the other files. Returns the size of the tensors in bytes, before and after."""
+        """Write the shards, and copy other files. Returns the bytes of all tensors before and after quantization."""
         sizes = {name: tensor.nbytes for name, tensor in self._tensors()}
         shards, total, remaining = plan_shards(sizes, SHARD_BYTES), sum(sizes.values()), self._tensors()
         with Progress("written", total, "B", print_line("quantize"), shown=progress) as bar:
@@ -162,7 +163,7 @@ class CheckpointWriter:
         self._write_json(CONFIG, {**config, "quantization_config": self._quantization_config()})
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors, those of the layers last."""
+        """Yield all tensors by name; tensors of the layers are last."""
         self._unquantized, self._sensitive = [], []
         layers = self.config.num_layers
         prefixes = tuple(f"model.layers.{number}." for number in range(layers))
@@ -175,7 +176,7 @@ class CheckpointWriter:
                     yield name, self._classify(name, file.get_tensor(name))
 
     def _classify(self, name: str, tensor: Tensor) -> Tensor:
-        """Record an unquantized or sensitive matrix for ``config.json``. Returns the tensor."""
+        """Record the name of an unquantized or sensitive matrix for ``config.json``. Returns the tensor."""
         matrix = name.removesuffix(".weight")
         is_plain = tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
         if matrix != name and tensor.dim() == 2 and is_plain and not matrix.endswith(HEADS):
@@ -239,7 +240,7 @@ def _compressed_config(scheme: Scheme, sensitive: list[str], ignored: list[str])
     """Return the ``quantization_config`` of a compressed-tensors checkpoint.
 
     Args:
-        sensitive: names of the matrices with the scheme's format for sensitive matrices.
+        sensitive: names of the matrices in the format for sensitive matrices.
         ignored: names of matrices that are not quantized.
     """
     groups = [_config_group(scheme.layers, ["Linear"])]
@@ -259,7 +260,7 @@ def _compressed_config(scheme: Scheme, sensitive: list[str], ignored: list[str])
 
 
 def _config_group(format: Format, targets: list[str]) -> dict[str, Any]:
-    """Return a config group with a format and its target modules, by name or class."""
+    """Return a config group: a format, and the modules that have it, by name or class."""
     kind = "float" if format.floating else "int"
     weights = _arguments(format.bits, kind, "group" if format.group_size else "channel", False)
     if format.group_size:
@@ -274,7 +275,7 @@ def _config_group(format: Format, targets: list[str]) -> dict[str, Any]:
 
 
 def _transform_config(block: int, ignored: list[str]) -> dict[str, Any]:
-    """Return the ``transform_config`` of rotated inputs, and of weights, which are stored rotated."""
+    """Return the ``transform_config`` for rotated inputs and weights. Weights are stored rotated."""
     apply = [
         {"targets": ["Linear"], "location": location, "inverse": inverse, "ignore": ignored}
         for location, inverse in (("input", False), ("weight_input", True))

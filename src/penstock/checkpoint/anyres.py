@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 ASPECT_RATIO = "anyres_max_"
-"""Prefix of ``vision_aspect_ratio``; the maximum number of tiles follows."""
+"""Prefix of ``vision_aspect_ratio``, before the maximum number of tiles."""
 
 
 class FeatureGrid(NamedTuple):
-    """Part of the joined feature grid of all tiles that has no padding, in features."""
+    """The part without padding of the joined feature grid of all tiles, in features."""
 
     top: int
     left: int
@@ -39,7 +39,7 @@ class Anyres(NamedTuple):
     """Number of tiles above which features are downscaled."""
 
     def best_resolution(self, height: int, width: int) -> tuple[int, int]:
-        """The resolution that keeps most of an image's pixels; of several, the one with the least padding."""
+        """The resolution that keeps most of an image's pixels; in a tie, the one with the least padding."""
 
         def merit(resolution: tuple[int, int]) -> tuple[int, int]:
             scale = min(resolution[1] / width, resolution[0] / height)
@@ -68,12 +68,13 @@ class Anyres(NamedTuple):
 
 
 def read_anyres(config: Mapping[str, Any]) -> Anyres:
-    """Read the tile settings. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for invalid ones."""
+    """Read the tile settings. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for invalid settings."""
     vision, aspect = config["vision_config"], str(config["vision_aspect_ratio"])
     edge, patch = int(vision["image_size"]), int(vision["patch_size"])
     resolutions = tuple((int(height), int(width)) for height, width in config["image_grid_pinpoints"])
     if not aspect.startswith(ASPECT_RATIO) or not aspect.removeprefix(ASPECT_RATIO).isdecimal():
         raise ValueError(f"vision_aspect_ratio is {aspect:.40}; it must be {ASPECT_RATIO}N with a number N")
     if not resolutions or any(size % edge or size < 1 for each in resolutions for size in each) or patch < 1:
-        raise ValueError(f"image_grid_pinpoints must be multiples of image_size ({edge})")
+        message = f"image_grid_pinpoints is {resolutions!s:.60}; it must list multiples of image_size ({edge})"
+        raise ValueError(f"{message}, and patch_size ({patch}) must be at least 1")
     return Anyres(resolutions, edge, edge // patch, max(int(aspect.removeprefix(ASPECT_RATIO)), 1))

@@ -18,7 +18,7 @@ PYTORCH_INDEX = "pytorch_model.bin.index.json"
 PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 """Glob patterns of weight files."""
 SAMPLE_BYTES, SPACING = 2**12, 2**24
-"""Bytes of a sample, and its spacing: a tensor has one sample, and one more for every ``SPACING`` bytes."""
+"""Bytes of a sample, and distance of samples in bytes: a tensor has one sample, and one more per ``SPACING`` bytes."""
 
 
 class _Tensor(msgspec.Struct):
@@ -42,8 +42,8 @@ def file_digests(folder: Path) -> dict[str, str]:
     """Digest of each file of a checkpoint, by file name. ``config.json`` and the index are hashed whole, safetensors
     and GGUF files by size, header and samples, PyTorch files by size and the checksums in them.
 
-    Training changes nearly every value of a tensor, so samples show it; a few values changed by hand may be missed.
-    Only a page of each 16 MiB is read, which takes milliseconds.
+    Training changes nearly every value of a tensor, so the samples differ; a few values changed by hand may be missed.
+    Only 4 KiB of each 16 MiB are read, which takes milliseconds.
     """
     weights = weight_files(folder) or sorted(folder.glob("*.gguf"))
     paths = [folder / "config.json", folder / INDEX, folder / PYTORCH_INDEX, *weights]
@@ -67,7 +67,7 @@ def _whole(path: Path) -> Iterator[bytes]:
 
 
 def _checksums(path: Path) -> Iterator[bytes]:
-    """Size of a ``torch.save`` file, and CRC-32 of each of its parts. Damaged files are reported by the loader."""
+    """Size of a ``torch.save`` file, and CRC-32 of each part of its ZIP archive. The loader reports a damaged file."""
     yield f"{path.stat().st_size} ".encode()
     with suppress(BadZipFile, NotImplementedError, OSError, ValueError), ZipFile(path) as parts:
         yield repr([(part.filename, part.CRC, part.file_size) for part in parts.infolist()]).encode()
@@ -93,7 +93,7 @@ def _gguf_samples(path: Path) -> Iterator[bytes]:
 
 
 def _spans(header: bytes) -> list[tuple[int, int]]:
-    """Begin and end of each tensor, in bytes after the header; empty if it is damaged (reported by the loader)."""
+    """Begin and end of each tensor, in bytes after the header; empty for a damaged header (the loader reports it)."""
     try:
         tensors = msgspec.json.decode(header, type=dict[str, _Tensor]).values()
     except msgspec.MsgspecError:

@@ -1,4 +1,4 @@
-"""Completion of ``config.json``: defaults of its class, one spelling of rotary parameters, and the fields of
+"""Completion of ``config.json``: defaults of its configuration class, uniform rotary parameters, and the fields of
 ``text_config`` at the top level."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
     if isinstance(text, dict) and known is None:
         return {**{name: value for name, value in text.items() if value is not None and name != "model_type"}, **config}
-    if isinstance(text, dict):  # multimodal, but `architectures` is the language model's
+    if isinstance(text, dict):  # a multimodal file that names the language model in `architectures`
         top_level = {name: config[name] for name in TOP_LEVEL_FIELDS if config.get(name) is not None}
         config = {**config, **text, **top_level}
     complete = with_defaults(config, known)
@@ -61,7 +61,7 @@ def _composite(config: Mapping[str, Any], known: ConfigClass) -> dict[str, Any]:
 
 
 def _vision(given: Mapping[str, Any] | None, known: ConfigClass) -> dict[str, Any]:
-    """``vision_config`` with defaults. Some early files have the ``model_type`` of the whole model in it."""
+    """``vision_config`` with defaults. In some early files its ``model_type`` is that of the whole model."""
     vision = known.vision_config if given is None else given
     kind = vision.get("model_type")
     kind = known.vision_config["model_type"] if not kind or kind == known.model_type else kind
@@ -69,14 +69,14 @@ def _vision(given: Mapping[str, Any] | None, known: ConfigClass) -> dict[str, An
 
 
 TOP_LEVEL_TIE_ONLY = ("qwen3_vl", "qwen3_vl_moe")
-"""Models whose class in transformers ignores ``tie_word_embeddings`` of ``text_config``."""
+"""``model_type`` of models for which transformers ignores ``tie_word_embeddings`` of ``text_config``."""
 
 
 def _tied(config: Mapping[str, Any], text: Mapping[str, Any], known: ConfigClass) -> bool:
-    """True if embeddings are tied: by the top-level field, then ``text_config``, then the default of the class."""
+    """True if embeddings are tied. The top-level field has precedence over ``text_config``, then the class default."""
     top, nested = config.get("tie_word_embeddings"), text.get("tie_word_embeddings")
     if known.model_type in TOP_LEVEL_TIE_ONLY:
         nested = None
-    if not known.fields["tie_word_embeddings"] and nested:  # transformers forwards it from text_config
+    if not known.fields["tie_word_embeddings"] and nested:  # transformers copies the value of text_config
         return True
     return bool(next((value for value in (top, nested) if value is not None), known.fields["tie_word_embeddings"]))

@@ -1,5 +1,5 @@
-"""Bounds of the fields of ``config.json``, for all families. No model has values outside of them; they would cause
-tracebacks, exhaust the memory, or produce noise."""
+"""Bounds of the fields of ``config.json``, for all families. No model has values outside of the bounds; such values
+would cause tracebacks, exhaust the memory, or produce noise."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Bound(NamedTuple):
     whole: bool = True
     """True for integers."""
     many: bool = False
-    """True if a list of such numbers is allowed, too."""
+    """True if a list of numbers in this range is also allowed."""
 
     def allows(self, value: Any) -> bool:
         if isinstance(value, list) and self.many:
             return all(each is None or self._replace(many=False).allows(each) for each in value)
         kinds = (int,) if self.whole else (int, float)
-        return type(value) in kinds and self.least <= value <= self.most  # false for NaN
+        return type(value) in kinds and self.least <= value <= self.most  # NaN fails both comparisons
 
     def __str__(self) -> str:
         if self.whole:
@@ -139,7 +139,7 @@ GENERATION_BOUNDS: dict[str, Bound | Flag | Text] = {
 }
 """Bounds of the fields of ``generation_config.json``."""
 SKIPPED = frozenset(("quantization_config", "compression_config", "id2label", "label2id", "gguf"))
-"""Objects that are not checked here: their readers check them, or nothing reads them."""
+"""Objects that are not checked here: the code that reads them checks them, or no code reads them."""
 
 
 def out_of_bounds(
@@ -151,7 +151,7 @@ def out_of_bounds(
         if isinstance(value, Mapping) and name not in SKIPPED and bound is None:
             yield from out_of_bounds(value, bounds, f"{path}{name}.")
         elif value is not None and bound is not None and not bound.allows(value):
-            yield f"{path}{name} is {_shown(value)}, and has to be {bound}"
+            yield f"{path}{name} is {_shown(value)}; it must be {bound}"
 
 
 def _shown(value: Any) -> str:

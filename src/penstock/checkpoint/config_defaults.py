@@ -1,7 +1,7 @@
 """Defaults of ``config.json``: an absent field has the default of the configuration class in transformers.
 
-``config_defaults.json`` holds them; the tests' ``config_classes.py`` writes it from the library. Llama's defaults do
-not fit all families, which differ in the RoPE base, sliding window and soft caps.
+``config_defaults.json`` has the defaults; the tests' ``config_classes.py`` writes it from the library. Llama's defaults
+do not fit all families: they differ in the RoPE base, sliding window and soft caps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INTERNLM2 = {
     "architecture": "InternLM2ForCausalLM",
     "rope": {"rope_theta": 10_000.0},
 }
-"""Class that InternLM 2 checkpoints bring along; transformers has none."""
+"""Configuration class that InternLM 2 checkpoints contain as Python code; transformers has no such class."""
 SPELLINGS = {
     "Ernie4_5_ForCausalLM": "ernie4_5",
     "Ernie4_5_MoEForCausalLM": "ernie4_5_moe",
@@ -51,10 +51,10 @@ class ConfigClass:
     rope: Mapping[str, Any] | None = None
     """Defaults of rotary parameters; None: no rotary embedding, or a two-dimensional one."""
     text_config: Mapping[str, Any] = field(default_factory=dict)
-    """Default of an absent ``text_config``; its ``model_type`` is also the default in a given one. Empty: the class
-    has no ``text_config``."""
+    """Default of an absent ``text_config``. A ``text_config`` without ``model_type`` gets that of this default. Empty:
+    the class has no ``text_config``."""
     vision_config: Mapping[str, Any] = field(default_factory=dict)
-    """Default of ``vision_config``, with the same meaning."""
+    """Default of ``vision_config``, used as ``text_config`` is."""
 
 
 @cache
@@ -77,7 +77,7 @@ def class_named(model_type: Any) -> ConfigClass | None:
 
 
 def class_of(config: Mapping[str, Any]) -> ConfigClass | None:
-    """The class of a ``config.json``: by its architecture, which decides what computes it, else by ``model_type``.
+    """The class of a ``config.json``: by its architecture, which selects the model's code, else by ``model_type``.
     None if neither is known."""
     name = str(next(iter(config.get("architectures") or [""])))
     stem = next((name.removesuffix(end) for end in ENDS if name.endswith(end)), name)
@@ -91,7 +91,7 @@ def class_of(config: Mapping[str, Any]) -> ConfigClass | None:
 
 def with_defaults(config: Mapping[str, Any], known: ConfigClass | None) -> dict[str, Any]:
     """A configuration with aliases resolved and the defaults of its class. ``null`` counts as absent, except in
-    ``nullable`` fields: ``sliding_window: null`` is no window."""
+    ``nullable`` fields: ``sliding_window: null`` means full attention."""
     if known is None:
         return dict(config)
     given = {name: value for name, value in config.items() if value is not None or name in known.nullable}

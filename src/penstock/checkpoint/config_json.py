@@ -19,12 +19,12 @@ CONFIG = "config.json"
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
 """Files of AutoGPTQ and AutoAWQ with the ``quantization_config`` that ``config.json`` lacks."""
 MODELOPT_FILE = "hf_quant_config.json"
-"""File of NVIDIA Model Optimizer with the same purpose."""
+"""File of NVIDIA Model Optimizer with the quantization that ``config.json`` lacks."""
 
 
 def read_config_json(folder: Path, weights: bool = True) -> dict[str, Any]:
-    """The complete configuration of a checkpoint: ``config.json`` with the defaults of its class, one spelling of
-    rotary parameters (``checkpoint/rope.py``), and values read from the weights.
+    """The complete configuration of a checkpoint: ``config.json`` with the defaults of its class, uniform rotary
+    parameters (``checkpoint/rope.py``), and values read from the weights.
 
     Args:
         weights: read ``dtype`` and ``tie_word_embeddings`` from the weights. API processes need neither.
@@ -41,7 +41,7 @@ def read_config_json(folder: Path, weights: bool = True) -> dict[str, Any]:
 
 def read_plain_config_json(folder: Path) -> dict[str, Any]:
     """``config.json`` of a checkpoint without completion, but with the ``quantization_config`` of other files. Raises
-    ``PenstockError`` (``invalid``) if it is absent, broken, or out of bounds (``config_bounds.py``)."""
+    ``PenstockError`` (``invalid``) if the file is absent, broken, or out of bounds (``config_bounds.py``)."""
     path = folder / CONFIG
     if not path.exists():
         raise invalid("model", f"{folder} has no {CONFIG}: name a folder with a Hugging Face checkpoint")
@@ -78,7 +78,7 @@ def _with_stored(config: dict[str, Any], given: Mapping[str, Any], folder: Path)
 
 
 def _quantization_of_side_file(folder: Path) -> dict[str, Any]:
-    """``quantization_config`` from the first file that describes the quantization; empty if there is no such file."""
+    """``quantization_config`` from the first file that describes the quantization; empty without such a file."""
     for name in QUANTIZATION_FILES:
         if not (folder / name).is_file():
             continue
@@ -96,7 +96,7 @@ def _modelopt(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """``quantization_config`` of an FP8 checkpoint of NVIDIA Model Optimizer, whose quantized matrices have a
     ``weight_scale``. Raises ``PenstockError`` (``unsupported``) for another algorithm."""
     if (algorithm := found.get("quant_algo")) != "FP8":
-        message = f"{path}: quant_algo {algorithm!r:.60} of Model Optimizer is not supported; FP8 is"
+        message = f"{path}: quant_algo {algorithm!r:.60} of Model Optimizer is not supported; use an FP8 checkpoint"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     return {"quant_method": "fp8", "activation_scheme": "static"}
 
@@ -105,5 +105,5 @@ def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ``PenstockError`` (``invalid``) for an unreadable file or another value."""
     result = read_json_file(path)
     if not isinstance(result, dict):
-        raise invalid("model", f"{path} is not a JSON object")
+        raise invalid("model", f"{path} is not a JSON object (found: {type(result).__name__})")
     return result

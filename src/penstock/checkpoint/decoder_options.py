@@ -12,7 +12,7 @@ class NormOptions:
 
     kind: Literal["rms", "layer"] = "rms"
     float32: bool = False
-    """Multiply by the RMS norm's weight in float32, and round after that."""
+    """Multiply by the RMS norm's weight in float32, and round the product."""
     unit_offset: bool = False
     """Multiply by 1 + weight of the RMS norm, in float32 (Gemma)."""
     bias: bool = False
@@ -38,7 +38,7 @@ class QKNormOptions:
     scope: Literal["head", "projection"] = "head"
     """Normalize each head separately, or all heads of a token together."""
     weight: Literal["shared", "per_head", "none"] = "shared"
-    """Norm weight with scope "head": shared by all heads, one per head, or none. With none, only layers with rotary
+    """Norm weight with scope "head": shared by all heads, one per head, or absent. With "none", only layers with rotary
     embedding have norms."""
     after_rope: bool = False
     """Normalize after the rotary embedding."""
@@ -72,7 +72,7 @@ class DecoderOptions:
     rope_interleaved: bool = False
     """Rotate adjacent dimensions (GPT-J) instead of the two halves of a head (GPT-NeoX)."""
     partial_rotary_factor: float = 1.0
-    """Fraction of a head that is rotated."""
+    """Fraction of a head's dimensions that rotary embedding rotates."""
     rope_layers: tuple[bool, ...] = ()
     """True for each layer with rotary embedding; empty: all layers."""
     attention_scale: float | None = None
@@ -82,7 +82,7 @@ class DecoderOptions:
     attention_sinks: bool = False
     """Each head has a learned sink logit in the softmax denominator (gpt-oss)."""
     attention_chunks: bool = False
-    """Windows are chunks: a query sees the positions of its chunk up to its own (Llama 4), not the last ones."""
+    """Windows are chunks: a query sees the positions of its chunk up to itself (Llama 4); False: sliding windows."""
     query_scaling: QueryScaling | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0

@@ -30,7 +30,7 @@ def architecture_name(config: Mapping[str, Any]) -> str:
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has a classifier of sequences or pairs of them (cross-encoder)."""
+    """Whether a checkpoint has a classifier of texts, or of pairs of texts (cross-encoder)."""
     return architecture_name(config).endswith(CLASSIFIER)
 
 
@@ -40,7 +40,7 @@ def num_labels(config: Mapping[str, Any]) -> int:
 
 
 def max_encoder_len(config: Mapping[str, Any]) -> int:
-    """Maximum number of tokens of an encoder. RoBERTa's positions start after the id of the padding token."""
+    """Maximum number of tokens of an encoder. RoBERTa's first position is the id of the padding token + 1."""
     positions = int(config.get("max_position_embeddings") or 512)
     return positions - first_position(config)
 
@@ -66,7 +66,7 @@ def encoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     Raises ``PenstockError`` (``unsupported``) for an encoder used as a decoder (``BertLMHeadModel``).
     """
     if (prefix := encoder_prefix(raw)) is None:
-        message = f"architecture {architecture_name(raw)}: an encoder as a decoder is not supported"
+        message = f"architecture {architecture_name(raw)} uses an encoder as a decoder, which is not supported"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     return {
         "encoder": EncoderConfig(prefix, int(raw.get("type_vocab_size") or 0)),

@@ -25,10 +25,10 @@ TRTLLM_KEYS = ("about", "pretrained_config", "build_config")
 UNFINISHED = f"{CONFIG}.part"
 """Name of ``config.json`` until all other files of the folder are written."""
 FIXED_OPTIONS = ("dtype", "quantization", "tensor_parallel_size", "pipeline_parallel_size")
-"""Options that a build fixes."""
+"""Options fixed by a build: the server cannot change them."""
 LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_prompt_len", "max_output_len")
 RECORDED = (*LIMITS, "kv_cache_dtype")
-"""Options of a build that become defaults of the server."""
+"""Options given to ``penstock build`` that are defaults of the server."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
@@ -54,22 +54,23 @@ class EngineConfig(msgspec.Struct, frozen=True):
     max_shard_size: int
     """Approximate maximum size of a file in bytes."""
     options: dict[str, int | str] = {}
-    """The options of ``RECORDED`` that were given."""
+    """Values of the options in ``RECORDED`` that were given to the build."""
 
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def stage_of(self, layers: range | None, num_layers: int) -> int:
-        """The pipeline stage with these layers (None: all). Raises ``PenstockError`` (``invalid``) if there is no such
-        stage."""
+        """The pipeline stage with these layers (None: all). Raises ``PenstockError`` (``invalid``) if no stage has
+        them."""
         layers, first = layers or range(num_layers), 0
         for stage, count in enumerate(self.layers):
             if layers == range(first, first + count):
                 return stage
             first += count
-        message = f"the engine folder was built for {self.pipeline_parallel_size} stages of these numbers of layers: "
-        message += f"{', '.join(map(str, self.layers))}; leave pipeline_parallel_size out, or build it again"
+        message = f"no stage has the {len(layers)} layers from {layers.start} on; the engine folder was built for "
+        message += f"{self.pipeline_parallel_size} stages with {', '.join(map(str, self.layers))} layers: "
+        message += "leave pipeline_parallel_size out, or build the folder again"
         raise invalid("pipeline_parallel_size", message, self.pipeline_parallel_size)
 
     def defaults(self) -> dict[str, Any]:
@@ -89,20 +90,20 @@ class EngineConfig(msgspec.Struct, frozen=True):
         rebuild = f"build it again from the checkpoint (it was {self.checkpoint})"
         if self.producer != __version__:
             raise invalid(
-                "model", f"{folder} was built by Penstock {self.producer}, and this is {__version__}; {rebuild}"
+                "model", f"{folder} was built by Penstock {self.producer}; this is Penstock {__version__}: {rebuild}"
             )
         if layout and self.layout != layout:
-            message = f"{folder} was built for kernels of layout {self.layout}, and the kernels here have {layout}"
+            message = f"{folder} was built for kernels with layout {self.layout}; the kernels here use layout {layout}"
             raise invalid("model", f"{message}; {rebuild} with the --device or --ops that will serve it")
         for name, value in options.items():
             built = getattr(self, name)
             if value != built and (name, value) != ("dtype", "auto"):
-                raise invalid(name, f"is {value}, and {folder} was built for {built}: leave it out, or {rebuild}")
+                raise invalid(name, f"is {value}, but {folder} was built with {built}: leave it out, or {rebuild}")
 
 
 def read_engine_config(folder: Path) -> EngineConfig | None:
-    """The configuration of an engine folder; None for other folders. Raises ``PenstockError`` (``invalid``) if it
-    cannot be read."""
+    """The configuration of an engine folder; None for other folders. Raises ``PenstockError`` (``invalid``) if
+    ``config.json`` cannot be read."""
     if not (folder / CONFIG).is_file():
         return None
     return engine_config_of(read_config_json(folder, weights=False), folder)
@@ -115,20 +116,22 @@ def engine_config_of(config: Mapping[str, Any], folder: Path) -> EngineConfig | 
     try:
         result = msgspec.convert(config[KEY], EngineConfig)
     except msgspec.ValidationError as error:
-        raise invalid("model", f"{folder / CONFIG} has a damaged {KEY} ({error}); build the folder again") from error
+        raise invalid("model", f"{folder / CONFIG}: {KEY} is damaged ({error}); build the folder again") from error
     sizes = result.tensor_parallel_size, result.pipeline_parallel_size, *result.layers
     if (
         min(sizes) < 1
         or len(result.layers) != result.pipeline_parallel_size
         or not result.options.keys() <= set(RECORDED)
     ):
-        raise invalid("model", f"{folder / CONFIG} has an inconsistent {KEY}; build the folder again")
+        message = f"tensor_parallel_size {sizes[0]}, pipeline_parallel_size {sizes[1]}, layers {result.layers}"
+        message += f", options {list(result.options)}"
+        raise invalid("model", f"{folder / CONFIG}: {KEY} is inconsistent ({message}); build the folder again")
     return result
 
 
 def engine_defaults(model: str) -> dict[str, Any]:
-    """Default options of a server of an engine folder; empty for other models, and for a folder that cannot be read,
-    which is reported when it is loaded."""
+    """Default options of a server of an engine folder; empty for other models. Also empty for a folder that cannot be
+    read: the loader reports that."""
     try:
         built = read_engine_config(Path(model).expanduser()) if model else None
     except Exception:

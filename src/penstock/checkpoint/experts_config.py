@@ -18,9 +18,9 @@ class Routing:
     renormalize: bool = False
     """Divide the scores of the chosen experts by their sum."""
     min_sum: float = 0.0
-    """Lower bound of that sum."""
+    """Lower bound of the sum that ``renormalize`` divides by."""
     scale: float = 1.0
-    """Factor of the resulting weights."""
+    """Factor of the weights of the chosen experts."""
     groups: int = 1
     """Number of equal groups of consecutive experts. Experts are chosen from the best ``top_groups`` groups
     (DeepSeek-V2, section 2.2.2)."""
@@ -35,7 +35,7 @@ class FusedLayout:
     ``[experts, outputs, inputs]``, with all outputs of the gate before those of the up projection."""
 
     transposed: bool | None = False
-    """Tensors are ``[experts, inputs, outputs]``, except quantized ones; None: if their shape says so."""
+    """Unquantized tensors are ``[experts, inputs, outputs]``; None: decided by their shape."""
     interleaved: bool = False
     """Outputs of gate and up projection alternate, beginning with the gate."""
     tensors: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
@@ -61,7 +61,7 @@ class ExpertsConfig:
     router_bias: str = ""
     """Name of the bias that is added to the scores to choose experts, but not to their weights; "": no bias."""
     router_bias_shape: tuple[int, ...] = ()
-    """Shape of that bias in the checkpoint; (): ``[num_experts]``."""
+    """Shape of the tensor ``router_bias`` in the checkpoint; (): ``[num_experts]``."""
     router_float32: bool = False
     """Compute the router's logits in float32, whatever the dtype of the model."""
     module: str = "mlp"
@@ -87,12 +87,12 @@ class ExpertsConfig:
 
 
 def read_routing(raw: Mapping[str, Any], num_experts: int, **fields: Any) -> Routing:
-    """The router of a ``config.json`` with the usual field names.
+    """The router's settings from a ``config.json`` with the usual field names.
 
     Args:
         fields: fields of ``Routing`` that override those of ``raw``.
 
-    Raises ``ValueError`` for more experts per token than there are, or uneven groups.
+    Raises ``ValueError`` if there are too few experts for ``top_k``, or groups would have unequal sizes.
     """
     groups, top_groups = int(raw.get("n_group") or 1), int(raw.get("topk_group") or 1)
     given = {
@@ -103,10 +103,11 @@ def read_routing(raw: Mapping[str, Any], num_experts: int, **fields: Any) -> Rou
     }
     routing = Routing(**given | fields)
     if num_experts % routing.groups or not 1 <= routing.top_groups <= routing.groups:
-        message = f"{num_experts} experts cannot be in {routing.groups} equal groups with {routing.top_groups} chosen"
-        raise ValueError(message)
+        message = f"n_group is {routing.groups} and topk_group is {routing.top_groups}; n_group must divide the number"
+        raise ValueError(f"{message} of experts, {num_experts}, and topk_group must be from 1 to n_group")
     if not 1 <= routing.top_k <= (most := num_experts // routing.groups * routing.top_groups):
-        raise ValueError(f"{routing.top_k} experts per token; it must be from 1 to {most} (of {num_experts} experts)")
+        message = f"the number of experts per token is {routing.top_k}; it must be from 1 to {most}"
+        raise ValueError(f"{message} (the model has {num_experts} experts)")
     return routing
 
 
@@ -118,7 +119,7 @@ def num_experts_of(raw: Mapping[str, Any]) -> int:
 def read_experts(
     raw: Mapping[str, Any], size: str, routing: Mapping[str, Any] | None = None, **fields: Any
 ) -> ExpertsConfig:
-    """The experts of a ``config.json`` with the usual field names.
+    """Settings of the experts from a ``config.json`` with the usual field names.
 
     Args:
         size: field of ``raw`` with the intermediate size of an expert.
@@ -172,21 +173,22 @@ def read_deepseek_experts(raw: Mapping[str, Any], topk_method: str = "noaux_tc")
 
 def sparse_layers(config: Mapping[str, Any], layers: int) -> list[int]:
     """Indices of the layers with experts in DeepSeek models: from ``first_k_dense_replace`` on, the multiples of
-    ``moe_layer_freq``; if that is a list, the layers that it marks.
+    ``moe_layer_freq``. If ``moe_layer_freq`` is a list, the layers with a nonzero entry.
 
-    Raises ``ValueError`` for a list of another length.
+    Raises ``ValueError`` if the length of the list is not ``layers``.
     """
     frequency = config.get("moe_layer_freq")
     if isinstance(frequency, list):
         if len(frequency) != layers:
-            raise ValueError(f"moe_layer_freq has {len(frequency)} entries for {layers} layers")
+            message = f"moe_layer_freq has {len(frequency)} entries; it must have one for each of {layers} layers"
+            raise ValueError(message)
         return [layer for layer in range(layers) if frequency[layer]]
     first = int(config.get("first_k_dense_replace") or 0)
     return [layer for layer in range(first, layers) if layer % int(frequency or 1) == 0]
 
 
 def read_common_experts(raw: Mapping[str, Any]) -> ExpertsConfig | None:
-    """Sizes of the experts of a model without a ``Family``, from the usual field names. None without experts."""
+    """Sizes of the experts of a model without a ``Family``, from the usual field names. None for dense models."""
     names = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
     if not (num_experts := next((int(raw[name]) for name in names if raw.get(name)), 0)):
         return None

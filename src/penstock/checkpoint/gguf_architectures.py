@@ -63,7 +63,7 @@ ATTENTION = {
 QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 PRE_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 SECOND_POST_NORM = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"}
-"""Norms before attention and before the MLP. The file names the second one ``post_attention_norm``."""
+"""Norms before attention and before the MLP. Files name the norm before the MLP ``post_attention_norm``."""
 POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 GEMMA_NORMS = {"input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm", **POST_NORMS}
 GLM4_NORMS = {
@@ -101,7 +101,7 @@ FUSED = {
     KEYS_B: ("attn_kv_b",),
     VALUES_B: ("attn_kv_b",),
 }
-"""Tensors that a file may have instead of others, and the tensors whose rows they contain."""
+"""Fused tensor that a file may have → the separate tensors with the same rows."""
 ROUTER_BIAS = "exp_probs_b.bias"
 
 
@@ -150,10 +150,10 @@ class Architecture:
     experts: Mapping[str, str] = field(default_factory=dict)
     """Tensors of layers with experts, by module."""
     optional: tuple[str, ...] = ()
-    """Optional tensors of a layer."""
+    """Tensors of a layer that a file may omit."""
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Tensors of a layer that set a flag of ``config.json`` when a file has any of them; with the name "": tensors that
-    set no flag."""
+    """Flag of ``config.json`` → optional tensors of a layer that set it to true. The tensors of flag "" are optional
+    and set no flag."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ``config.json`` with the same value for every file."""
     read: Callable[[Metadata], Fields] = lambda metadata: {}
@@ -167,8 +167,8 @@ class Architecture:
     layer_norm: bool = False
     """Norms are layer norms; else RMS norms."""
     windows: int | None = None
-    """Sliding window: every N-th layer has full attention unless the file says otherwise; 0: the same in all layers;
-    None: never, even if the file has a window."""
+    """Sliding window: N: every N-th layer has full attention unless the file has a pattern; 0: the same in all layers;
+    None: full attention, even if the file has a window."""
     default_window: int = 0
     """Window of files without one; 0: full attention."""
     partial_rotary: bool = False
@@ -181,7 +181,7 @@ class Architecture:
     """Bidirectional attention, without a language model head."""
 
     def stored_name(self, name: str) -> tuple[str, int | None]:
-        """The name of the tensor that holds a weight, and the expert's index in it (None: not a tensor of experts).
+        """The name of the tensor with a weight, and the expert's index in that tensor (None: not a tensor of experts).
 
         Args:
             name: name in a Hugging Face checkpoint, e.g. ``model.layers.0.mlp.experts.3.up_proj.weight``.
@@ -249,7 +249,7 @@ def _deepseek_experts(metadata: Metadata) -> Fields:
         return {"n_routed_experts": None, "n_shared_experts": None}
     sparse = _sparse_layers(metadata)
     if sparse != list(range(sparse[0] if sparse else metadata.layers, metadata.layers)):
-        raise metadata.unsupported("layers without experts between others")
+        raise metadata.unsupported("dense layers after a layer with experts")
     size, shared = _expert_size(metadata), metadata.last_dimension("ffn_down_shexp.weight")
     return {
         **_counts("n_routed_experts")(metadata),
@@ -266,7 +266,7 @@ def _query_scale(layers_of_27b: int) -> Callable[[Metadata], Fields]:
     """Reads the attention scale of Gemma, which files leave out.
 
     Args:
-        layers_of_27b: number of layers of the 27B model, whose scale is another one.
+        layers_of_27b: number of layers of the 27B model, which has a different scale.
     """
 
     def read(metadata: Metadata) -> Fields:
@@ -361,7 +361,7 @@ def _llama4(metadata: Metadata) -> Fields:
     """Fields of Llama 4. Values that files leave out are those of Llama 4 Scout and Maverick."""
     experts = metadata.size("expert_count")
     if metadata.size("expert_used_count") != 1:
-        raise metadata.unsupported("several experts per token")
+        raise metadata.unsupported(f"{metadata.size('expert_used_count')} experts per token (only 1 is supported)")
     full = range(3, metadata.layers, 4)
     return {
         "num_local_experts": experts,
@@ -680,13 +680,13 @@ SIGMOID = 2
 
 
 def architecture_of(metadata: Metadata) -> Architecture:
-    """The architecture of a file. Where several share a name, metadata and tensors decide.
+    """The architecture of a file. Where several architectures share a name, metadata and tensors decide.
 
     Raises ``PenstockError`` (``unsupported``) for an unknown architecture.
     """
     if (name := metadata.architecture) not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        message = f"{metadata.file.path} has a model of architecture {name!r}; {known} are served"
+        message = f"{metadata.file.path} has architecture {name!r}, which is not supported; supported: {known}"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     match name:
         case "llama" if metadata.size("expert_count", 0):

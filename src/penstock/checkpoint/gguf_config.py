@@ -21,13 +21,13 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Names of floating-point types in ``config.json``."""
 KINDS = (".weight", ".bias")
 FLOAT32 = ("ffn_gate_inp", "_norm", "position_embd", "token_types")
-"""Parts of the names of matrices that are float32 in files of every type."""
+"""Parts of the names of matrices that are float32 whatever the file's main type."""
 OTHER_MODELS = (
     *("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attn_logit_softcapping"),
     *("embedding_scale", "final_logit_softcapping", "logit_scale", "residual_scale", "expert_count"),
     *("attention.temperature_scale", "rope.scaling.alpha", "attention.sliding_window"),
 )
-"""Metadata that changes the computation. A file with one that its architecture does not read is refused."""
+"""Metadata that changes the computation. A file is refused if its architecture does not read a key that it has."""
 
 
 def config_of(files: list[GGUFFile]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class _Reader:
         fields |= architecture.read(metadata)
         rope_fields = architecture.rope(metadata)
         if key := metadata.unread(OTHER_MODELS):
-            raise metadata.unsupported(f"a number {key}")
+            raise metadata.unsupported(f"a value of {key}")
         return {
             "architectures": [architecture.name],
             "model_type": kind.model_type,
@@ -87,7 +87,8 @@ class _Reader:
         metadata, architecture = self._metadata, self._architecture
         names = metadata.tensors.keys()
         if metadata.layers > len(names):
-            raise invalid("model", f"{metadata.file.path} has {metadata.layers} layers and {len(names)} tensors")
+            message = f"{metadata.file.path} has {metadata.layers} layers, but only {len(names)} tensors"
+            raise invalid("model", f"{message}; a layer has several: download the file again")
         flagged = {tensor for tensors in architecture.flags.values() for tensor in tensors}
         model = {f"{tensor}.weight" for tensor in architecture.model.values()}
         allowed = {"output.weight"}
@@ -114,11 +115,12 @@ class _Reader:
             allowed |= {f"{prefix}{name}" for name in (*tensors, *flagged)}
             wanted |= {f"{prefix}{name}" for name in tensors.difference(architecture.optional)}
         if missing := wanted - names:
-            raise invalid("model", f"{metadata.file.path} has no tensor {min(missing)}")
+            raise invalid("model", f"{metadata.file.path} has no tensor {min(missing)}: download or convert it again")
         if unknown := names - allowed - wanted:
             raise metadata.unsupported(f"tensor {min(unknown)!r}")
         if len(metadata.tensors["token_embd.weight"].shape) != 2:
-            raise invalid("model", f"{metadata.file.path}: token_embd.weight is not a matrix")
+            shape = metadata.tensors["token_embd.weight"].shape
+            raise invalid("model", f"{metadata.file.path}: token_embd.weight has shape {shape}; it must be a matrix")
         return {flag: any(map(self._has, tensors)) for flag, tensors in architecture.flags.items() if flag}
 
     def _has(self, tensor: str) -> bool:
@@ -138,9 +140,9 @@ class _Reader:
         if head_dim < 2 or head_dim % 2:
             raise metadata.unsupported(f"heads of size {head_dim}")
         if metadata.size("attention.value_length", head_dim) != head_dim:
-            raise metadata.unsupported("values of a different length than keys")
+            raise metadata.unsupported(f"values of another length than keys ({head_dim})")
         if rotary_dim != head_dim and not architecture.partial_rotary:
-            raise metadata.unsupported("rotary embedding of a part of each head")
+            raise metadata.unsupported(f"rotary embedding of {rotary_dim} of {head_dim} dimensions per head")
         if rotary_dim > head_dim or rotary_dim % 2:
             message = f"rope.dimension_count is {rotary_dim}; it must be even and at most the head size, {head_dim}"
             raise invalid("model", f"{metadata.file.path}: {message}")
@@ -168,7 +170,7 @@ class _Reader:
         return {**fields, "layer_types": kinds}
 
     def _rope(self, extra: Mapping[str, Any], rotary_dim: int, head_dim: int) -> dict[str, Any]:
-        """``rope_parameters``; with ``local_rope`` a dictionary of them by layer type.
+        """``rope_parameters`` of ``config.json``; with ``local_rope``, a dictionary: layer type → ``rope_parameters``.
 
         Args:
             extra: additional fields (``Architecture.rope``).
@@ -213,6 +215,6 @@ def _is_matrix(name: str) -> bool:
 
 
 def _share(rotary_dim: int, head_dim: int) -> float:
-    """``partial_rotary_factor``: the share with ``int(head_dim * share) == rotary_dim``."""
+    """``partial_rotary_factor``: a share for which ``int(head_dim * share) == rotary_dim``."""
     share = rotary_dim / head_dim
     return share if int(head_dim * share) == rotary_dim else math.nextafter(share, 1.0)

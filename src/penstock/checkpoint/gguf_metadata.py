@@ -12,36 +12,36 @@ from penstock.core.errors import invalid
 from .gguf_file import GGUFFile, GGUFTensor
 
 MAX_SIZE = 2**24
-"""Maximum of every size in the metadata, including the context length."""
+"""Maximum value of every size in the metadata, including the context length."""
 
 
 def tensors_of(files: list[GGUFFile]) -> dict[str, GGUFTensor]:
-    """The tensors of all parts by name.
+    """The tensors of all parts of a model by name.
 
     Raises ``PenstockError`` (``invalid``) for duplicate tensors or missing parts.
     """
     tensors: dict[str, GGUFTensor] = {}
     for file in files:
         if double := tensors.keys() & file.tensors.keys():
-            raise invalid("model", f"{file.path} has tensor {min(double)!r}, which an earlier part has, too")
+            raise invalid("model", f"{file.path} has tensor {min(double)!r}, but an earlier part also has it")
         tensors |= file.tensors
-    if max(files[0].get("split.count", int, 1), 1) != len(files):  # 0 after gguf-split --merge
-        raise invalid(
-            "model", f"{files[0].path} is a part of a model: name the file as llama.cpp does, -00001-of-00002"
-        )
+    if (count := max(files[0].get("split.count", int, 1), 1)) != len(files):  # gguf-split --merge writes 0
+        message = f"{files[0].path} is one of {count} parts of a model, but {len(files)} were found"
+        raise invalid("model", f"{message}: name the files as llama.cpp does, -00001-of-{count:05}.gguf")
     return tensors
 
 
 class Metadata:
     """Metadata of the file's architecture (keys with its prefix), and the tensors of all parts.
 
-    Raises ``PenstockError``: ``unsupported`` for a file that holds no model; ``invalid`` for parts that do not match.
+    Raises ``PenstockError``: ``unsupported`` for a file without a model; ``invalid`` for parts that do not match.
     """
 
     def __init__(self, files: list[GGUFFile]) -> None:
         self.file = files[0]
         if (kind := self.file.get("general.type", str, "model")) != "model":
-            raise PenstockError(Code.UNSUPPORTED, f"{self.file.path} is of type {kind!r}, not a model", "model")
+            message = f"{self.file.path} has general.type {kind!r}; name a file with a model"
+            raise PenstockError(Code.UNSUPPORTED, message, "model")
         self.architecture: str = self.file.require("general.architecture", str)
         self.tensors = tensors_of(files)
         self._files = files
@@ -49,15 +49,16 @@ class Metadata:
 
     @cached_property
     def mtp_layers(self) -> int:
-        """Number of layers for multi-token prediction, after all others; 0 if the file was written without them."""
+        """Number of multi-token prediction layers, which follow the decoder's layers; 0 if the file lacks them."""
         named, all_layers = self.size("nextn_predict_layers", 0), self.size("block_count")
         if named >= all_layers:
-            raise invalid("model", f"{self.file.path}: {named} of {all_layers} layers are for multi-token prediction")
+            message = f"nextn_predict_layers is {named}; it must be less than block_count, {all_layers}"
+            raise invalid("model", f"{self.file.path}: {message}")
         return named if f"blk.{all_layers - named}.nextn.eh_proj.weight" in self.tensors else 0
 
     @cached_property
     def layers(self) -> int:
-        """Number of layers, including those for multi-token prediction."""
+        """Number of layers, including ``mtp_layers``."""
         return self.size("block_count") - self.size("nextn_predict_layers", 0) + self.mtp_layers
 
     @property
@@ -67,7 +68,7 @@ class Metadata:
         return self.size("attention.key_length", hidden // heads)
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A size of at least 1, or the default. An array with one value per layer must have equal values."""
+        """A size from 1 to ``MAX_SIZE``, or the default. An array with one value per layer must have equal values."""
         key = self._key(key)
         if self.file.is_array(key):
             values = set(self.file.numbers(key))
@@ -86,7 +87,7 @@ class Metadata:
         value = self.file.require(key, float) if default is None else self.file.get(key, float, default)
         if not (math.isfinite(value) and (value > 0 or value == default)):
             raise invalid("model", f"{self.file.path}: {key} is {value}; it must be above 0")
-        return float(f"{value:.7g}")  # the decimal number before rounding to float32
+        return float(f"{value:.7g}")  # the shortest decimal number that rounds to the stored float32
 
     def flag(self, key: str, default: bool) -> bool:
         value: bool = self.file.get(self._key(key), bool, default)
@@ -103,11 +104,12 @@ class Metadata:
             return None
         values = [bool(value) for value in self.file.numbers(key)]
         if len(values) < self.layers:
-            raise invalid("model", f"{self.file.path}: {key} has {len(values)} values for {self.layers} layers")
+            message = f"{key} has {len(values)} values; it must have one for each of {self.layers} layers"
+            raise invalid("model", f"{self.file.path}: {message}")
         return values
 
     def last_dimension(self, suffix: str, default: int = 0) -> int:
-        """Last dimension of the first tensor ``blk.N.<suffix>``; ``default`` if no layer has one."""
+        """Last dimension of the first tensor ``blk.N.<suffix>``; ``default`` if no layer has this tensor."""
         found = (self.tensors.get(f"blk.{layer}.{suffix}") for layer in range(min(self.layers, len(self.tensors))))
         return next((tensor.shape[-1] for tensor in found if tensor), default)
 
@@ -124,7 +126,7 @@ class Metadata:
         return next(file.content for file in self._files if name in file.tensors)
 
     def unread(self, keys: tuple[str, ...]) -> str | None:
-        """The first of these keys with a value other than 0 that has not been read; None if all were read or are 0."""
+        """The first of these keys with a nonzero value that was never read; None if all were read or are 0."""
         found = (key for key in keys if self._key(key, note=False) not in self._read)
         return next((key for key in found if self.file.get(self._key(key, note=False), float, 0.0)), None)
 

@@ -15,7 +15,7 @@ FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
     "rope_factors_long.weight",
     "rope_factors_short.weight",
 )
-"""Vectors that the rotary frequencies are divided by: Llama 3.1 (the first), LongRoPE."""
+"""Tensors with divisors of the rotary frequencies: ``rope_freqs`` of Llama 3.1, and those of LongRoPE."""
 TENSORS = frozenset((FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS))
 
 
@@ -23,12 +23,13 @@ def rope_parameters(metadata: Metadata, rotary_dim: int) -> dict[str, Any]:
     """``rope_parameters`` of ``config.json``.
 
     Args:
-        rotary_dim: rotary dimensions of a head.
+        rotary_dim: number of rotary dimensions of a head.
 
     Raises ``PenstockError``: ``unsupported`` for an unknown scaling, ``invalid`` for broken values.
     """
     theta = metadata.number("rope.freq_base", 10_000.0)
-    factor = metadata.number("rope.scaling.factor", 0.0) or metadata.number("rope.scale_linear", 0.0)  # older name
+    # Older files name the factor ``rope.scale_linear``.
+    factor = metadata.number("rope.scaling.factor", 0.0) or metadata.number("rope.scale_linear", 0.0)
     kind = metadata.text("rope.scaling.type", "linear")
     if kind == "linear" and factor in (0.0, 1.0):
         kind = "none"
@@ -42,7 +43,7 @@ def rope_parameters(metadata: Metadata, rotary_dim: int) -> dict[str, Any]:
         factors = _factors(metadata, FREQUENCY_FACTORS, rotary_dim)
         return {"rope_theta": theta, "rope_type": "frequency_factors", "frequency_factors": factors}
     if kind == "longrope":
-        raise invalid("model", f"{metadata.file.path} has no tensor {LONG_FACTORS}")
+        raise invalid("model", f"{metadata.file.path} has no tensor {LONG_FACTORS}, which LongRoPE requires")
     if kind == "none":
         return {"rope_theta": theta, "rope_type": "default"}
     rope: dict[str, Any] = {"rope_theta": theta, "rope_type": kind, "factor": factor or 1.0}
@@ -61,9 +62,9 @@ def _yarn(metadata: Metadata) -> dict[str, Any]:
         rope["attention_factor"] = scale
     for key in ("yarn_ext_factor", "attn_factor"):
         if metadata.number(f"rope.scaling.{key}", 1.0) != 1.0:
-            raise metadata.unsupported(f"a {key} other than 1")
+            raise metadata.unsupported(f"rope.scaling.{key} other than 1")
     if metadata.unread(("rope.scaling.yarn_log_multiplier",)):
-        raise metadata.unsupported("a yarn_log_multiplier")
+        raise metadata.unsupported("a nonzero rope.scaling.yarn_log_multiplier")
     return rope
 
 
@@ -81,10 +82,11 @@ def _longrope(metadata: Metadata, rotary_dim: int) -> dict[str, Any]:
 
 def _factors(metadata: Metadata, name: str, rotary_dim: int) -> list[float]:
     if (tensor := metadata.tensors.get(name)) is None:
-        raise invalid("model", f"{metadata.file.path} has no tensor {name}")
+        raise invalid("model", f"{metadata.file.path} has no tensor {name}, which its RoPE scaling requires")
     if tensor.type.name != "F32" or tensor.shape != (rotary_dim // 2,):
-        raise invalid("model", f"{metadata.file.path}: {name} must be F32 of shape ({rotary_dim // 2},)")
+        message = f"{name} is {tensor.type.name} of shape {tensor.shape}; it must be F32 of shape ({rotary_dim // 2},)"
+        raise invalid("model", f"{metadata.file.path}: {message}")
     factors = struct.unpack_from(f"<{rotary_dim // 2}f", metadata.content_of(name), tensor.offset)
-    if not all(math.isfinite(factor) and factor > 0 for factor in factors):
-        raise invalid("model", f"{metadata.file.path}: {name} has values that are not above 0")
+    if bad := [factor for factor in factors if not (math.isfinite(factor) and factor > 0)]:
+        raise invalid("model", f"{metadata.file.path}: {name} has the value {bad[0]}; all must be finite and above 0")
     return list(factors)

@@ -35,11 +35,11 @@ class KVSpec:
     block_size: int = 64
     """Tokens per block."""
     quantization: str = ""
-    """Type of quantized vectors, which have a float32 scale each: ``int8`` or ``fp8`` (e4m3); empty: unquantized."""
+    """Element type of quantized vectors: ``int8`` or ``fp8`` (e4m3), one float32 scale each; empty: unquantized."""
     window: int = 0
     """Sliding window: number of positions that a query sees, including its own; 0: all."""
     latent: int = 0
-    """Number of leading elements of the one vector that are the value; 0: separate keys and values."""
+    """Number of leading elements of a token's vector that are its value; 0: separate keys and values."""
 
     @property
     def vectors(self) -> int:
@@ -75,7 +75,7 @@ class TransferLayout:
 
     A buffer is an array of slots of ``slot_tokens`` tokens. A slot has all layers in order, each
     ``[vectors, slot_tokens, kv_heads, vector_bytes]``, keys first. A vector is ``head_dim`` elements of the KV cache's
-    dtype, or, quantized, ``head_dim`` 8-bit elements and a float32 scale. Elements are little-endian.
+    dtype; a quantized vector is ``head_dim`` 8-bit elements and a float32 scale. Elements are little-endian.
     """
 
     slot_tokens: int
@@ -91,7 +91,7 @@ class TransferLayout:
     numbers: str = ""
     """Type of the elements: a dtype or ``KVSpec.quantization``."""
     vectors: int = 2
-    """``KVSpec.vectors``."""
+    """Number of vectors per token and head (``KVSpec.vectors``)."""
 
 
 def transfer_layouts(specs: Sequence[KVSpec], slot_tokens: int) -> list[TransferLayout]:

@@ -24,7 +24,7 @@ class LatentConfig:
 
 
 def read_latent_config(raw: Mapping[str, Any], rope: Mapping[str, Any], rope_interleave: bool) -> LatentConfig:
-    """Read a ``config.json``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for a missing or invalid size.
+    """Read the settings. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for a missing or invalid size.
 
     Args:
         rope: ``rope_parameters``. YaRN also changes the softmax scale (``mscale_all_dim``).

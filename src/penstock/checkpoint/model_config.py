@@ -1,4 +1,4 @@
-"""Configuration of models, as families read it from ``config.json``."""
+"""Configuration of a model, read from ``config.json`` by its family."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .stored_format import quantization_config_of, quantization_of
 COUNTED_WEIGHTS = "counted_weights"
 """Key of an in-memory ``config.json`` with counted parameters (fields of ``ModelSize``)."""
 PADDED_TO = 16
-"""Multiple that head sizes are padded to with zeros, as the kernels require it."""
+"""Head sizes are padded with zeros to a multiple of this number, which the kernels require."""
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -36,15 +36,15 @@ DTYPES |= {"float": "float32", "half": "float16", "double": "float64"}
 ConfigJson = Mapping[str, Any]
 """``config.json`` as completed by ``read_config_json``."""
 MAX_COUNT = 2**24
-"""Upper bound of layers, heads, vocabulary and vector sizes, above those of any model."""
+"""Maximum number of layers, heads, tokens in the vocabulary, and elements of a vector; no known model has more."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Configuration of a model. Fields that ``config.json`` has are named as there."""
+    """Configuration of a model. Fields without a description have their meaning in ``config.json``."""
 
     architecture: str
-    """Architecture with its head: ``LlamaForCausalLM``, also for a checkpoint without one (``LlamaModel``)."""
+    """Architecture with a language model head: ``LlamaForCausalLM``, also for a checkpoint of ``LlamaModel``."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -52,22 +52,22 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Elements per head in the computation: in decoders padded to a multiple of ``PADDED_TO``."""
+    """Elements per head in the computation. Decoders pad heads to a multiple of ``PADDED_TO``."""
     max_model_len: int
     """Maximum sequence length in tokens, with positions extended by ``rope_parameters``."""
     max_position_embeddings: int
     rms_norm_eps: float
-    """Epsilon of all norms, also layer norms."""
+    """Epsilon of all norms, including layer norms."""
     rope_parameters: Mapping[str, Any]
     tie_word_embeddings: bool
     has_lm_head: bool
     """False for embedding models and classifiers."""
     num_mtp_layers: int
-    """Number of layers for multi-token prediction, after the others (``num_nextn_predict_layers``)."""
+    """Number of layers for multi-token prediction, which follow the decoder's layers (``num_nextn_predict_layers``)."""
     dtype: str
     """Dtype of the checkpoint, as named by torch: ``bfloat16``."""
     quantization: str
-    """Quantization at load that ``config.json`` asks for, a key of ``SCHEMES``; the option ``quantization`` overrides
+    """Quantization at load requested by ``config.json``: a key of ``SCHEMES``. The option ``quantization`` overrides
     it."""
     sliding_windows: tuple[int, ...]
     """Sliding window of each layer in tokens; 0: full attention."""
@@ -84,7 +84,7 @@ class ModelConfig:
     """Multi-head latent attention; None: grouped-query attention."""
     options: DecoderOptions = field(default_factory=DecoderOptions)
     local_rope_parameters: Mapping[str, Any] | None = None
-    """Rotary parameters of layers with a sliding window; None: ``rope_parameters``."""
+    """Rotary parameters of layers with a sliding window; None: same as ``rope_parameters``."""
     vision_weights: int = 0
     """Number of parameters in the matrices of the vision tower and its projector; 0: no tower."""
     encoder: EncoderConfig | None = None
@@ -108,7 +108,7 @@ class ModelConfig:
         """Number of rotated elements per head."""
         if self.latent:
             return self.latent.qk_rope_head_dim
-        if self.rope_parameters["rope_type"] == "proportional":  # its frequencies cover the whole head
+        if self.rope_parameters["rope_type"] == "proportional":  # this type has frequencies for the whole head
             return self.checkpoint_head_dim
         return int(self.checkpoint_head_dim * self.options.partial_rotary_factor)
 
@@ -129,7 +129,7 @@ class ModelConfig:
 
     @property
     def quantization_config(self) -> Mapping[str, Any] | None:
-        """``quantization_config`` of a checkpoint with quantized weights; None for others."""
+        """``quantization_config`` of a checkpoint with quantized weights; None for other checkpoints."""
         return quantization_config_of(self.raw) if quantization_of(self.raw) is None else None
 
 
@@ -193,7 +193,7 @@ def options_of(raw: Mapping[str, Any], **options: Any) -> DecoderOptions:
 def activation_of(name: str) -> str:
     """The key of ``ops.activations.ACTIVATIONS`` for a ``hidden_act``.
 
-    Raises ``PenstockError`` (``unsupported``) for an unknown one.
+    Raises ``PenstockError`` (``unsupported``) for an unknown activation.
     """
     if name not in ACTIVATIONS:
         message = f"activation {name[:40]!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
@@ -208,7 +208,7 @@ def _count(raw: Mapping[str, Any], name: str) -> int:
 
 
 def dtype_of(raw: Mapping[str, Any]) -> str:
-    """The dtype of a checkpoint. Raises ``ValueError`` for an unknown one."""
+    """The dtype of a checkpoint, as named by torch. Raises ``ValueError`` for an unknown dtype."""
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16")
     if name not in DTYPES:
         raise ValueError(f"dtype is {name[:40]!r}; supported are {', '.join(DTYPES)}")
@@ -244,5 +244,5 @@ def sliding_windows_by_pattern(raw: Mapping[str, Any], pattern: int) -> tuple[in
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Elements per head in the computation and the KV cache."""
+    """Elements per head in the computation and the KV cache: ``head_dim`` rounded up to a multiple of ``PADDED_TO``."""
     return -(-head_dim // PADDED_TO) * PADDED_TO

@@ -1,7 +1,7 @@
-"""Rotary parameters of ``config.json``: one reader of all spellings, with the precedence of transformers.
+"""Reader of the rotary parameters in ``config.json``, in all spellings, with the precedence of transformers.
 
 transformers 5 has ``rope_parameters``, also nested by layer type; transformers 4 has ``rope_scaling``, ``rope_theta``
-and ``partial_rotary_factor``, with ``type`` as the older name of ``rope_type``. A file may have any of them together.
+and ``partial_rotary_factor``, with ``type`` as the older name of ``rope_type``. A file may have several of these.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ BASES = {
     "modernbert": {FULL: "global_rope_theta", SLIDING: "local_rope_theta"},
     "olmo3": {FULL: "rope_theta", SLIDING: ""},
 }
-"""Top-level field of the base of each layer type (empty: none), by ``model_type`` with nested ``rope_parameters``."""
+"""``model_type`` with nested ``rope_parameters`` → top-level field with the base of each layer type (empty: absent)."""
 SCALED = {"modernbert": (FULL, SLIDING)}
-"""Layer types of these classes to which ``rope_scaling`` applies; others: only ``FULL``."""
+"""``model_type`` → layer types to which ``rope_scaling`` applies; other models: only ``FULL``."""
 REQUIRED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -39,16 +39,16 @@ TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proporti
 WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 """Types that read ``original_max_position_embeddings``."""
 MROPE_DEFAULT = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "ernie4_5_vl_moe_text")
-"""``model_type`` of classes in which older files write ``mrope`` for the type ``default`` with sections."""
+"""``model_type`` of classes for which older files write ``rope_type`` ``mrope`` instead of ``default``."""
 LONGROPE_NAMES = ("su", "yarn")
 """Names of ``longrope`` in early files of Phi-3."""
 
 
 def with_rope_parameters(config: Mapping[str, Any], known: ConfigClass | None) -> dict[str, Any]:
     """A configuration with complete ``rope_parameters`` (``rope_type``, ``rope_theta``, and the parameters of the
-    type) in place of all other spellings; nested by layer type if the class is.
+    type) in place of all other spellings; nested by layer type if those of the class are nested.
 
-    Raises ``ValueError`` for a type that is not a string, or lacks a parameter.
+    Raises ``ValueError`` if the type is not a string, or a parameter of the type is missing.
     """
     rest = {name: value for name, value in config.items() if name != "rope_scaling"}
     if known is not None and isinstance(base := (known.rope or {}).get("rope_theta"), Mapping):
@@ -57,7 +57,8 @@ def with_rope_parameters(config: Mapping[str, Any], known: ConfigClass | None) -
     given = config.get("rope_scaling") or config.get("rope_parameters") or defaults.get("rope_parameters") or {}
     nested = [name for name in KINDS if isinstance(given.get(name), Mapping)]
     if known is not None and nested:
-        raise ValueError(f"rope_parameters are nested by layer type ({nested[0]}), unlike those of {known.model_type}")
+        message = f"rope_parameters are nested by layer type ({nested[0]}); those of {known.model_type} must not be"
+        raise ValueError(message)
     kind = known.model_type if known else ""
     if nested:
         rope: dict[str, Any] = {name: _complete(given[name], config, defaults, kind, nested=True) for name in nested}
@@ -67,10 +68,11 @@ def with_rope_parameters(config: Mapping[str, Any], known: ConfigClass | None) -
 
 
 def _by_kind(config: Mapping[str, Any], model_type: str, bases: Mapping[str, float]) -> dict[str, Any]:
-    """Nested ``rope_parameters`` of a class with layer types, also from a file with one object for all."""
+    """Nested ``rope_parameters`` of a class with layer types, also from a file with one object for all layer types."""
     given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if given and scaling and not all(given.get(kind) for kind in bases):
-        raise ValueError(f"there are both rope_scaling and rope_parameters without {' and '.join(bases)}")
+        message = f"rope_parameters lack {' or '.join(bases)}, and rope_scaling is also set: remove rope_scaling"
+        raise ValueError(message)
     result = {}
     for kind, default in bases.items():
         rope = dict(given.get(kind) or {"rope_type": "default"})
@@ -93,7 +95,7 @@ def _complete(
     """Complete one object of rotary parameters from the top-level fields and the defaults.
 
     Args:
-        nested: True for the object of a layer type, which contains the original length itself.
+        nested: True for the object of one layer type; then a top-level ``original_max_position_embeddings`` is ignored.
     """
     rope = {name: value for name, value in given.items() if name != "type"}
     kind = _first(given.get("rope_type"), given.get("type"), "default")
@@ -120,14 +122,14 @@ def _complete(
     needed = [] if has_alpha else [*REQUIRED.get(kind, ())]
     if kind == "proportional" and "factor" in rope:
         needed.append("factor")
-    nullable = kind == "yarn"  # a null factor is the ratio of the lengths
+    nullable = kind == "yarn"  # a null factor means the ratio of maximum and original length
     if lacking := [name for name in needed if name not in rope or not (nullable or rope[name])]:
         raise ValueError(f"rope_parameters of type {kind} lack {' and '.join(lacking)}")
     return rope
 
 
 def _partial_rotary_factor(config: Mapping[str, Any], model_type: str) -> float | None:
-    """``partial_rotary_factor`` at the top level; MiniMax has ``rotary_dim`` instead."""
+    """``partial_rotary_factor`` at the top level, or, for MiniMax, computed from ``rotary_dim``; None if absent."""
     if (factor := config.get("partial_rotary_factor")) is not None:
         return float(factor)
     if model_type == "minimax_m2" and config.get("rotary_dim"):
@@ -149,7 +151,7 @@ def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local_rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``rope_parameters`` of the layers with a sliding window; None if they are those of all layers."""
+    """``rope_parameters`` of the layers with a sliding window; None if all layers have the same parameters."""
     rope = with_rope_parameters(config, None)["rope_parameters"]
     return dict(rope[SLIDING]) if isinstance(rope.get(SLIDING), Mapping) else None
 

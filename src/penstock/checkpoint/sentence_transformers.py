@@ -1,4 +1,4 @@
-"""Files of sentence-transformers checkpoints: ``modules.json`` and the modules in it."""
+"""Files of sentence-transformers checkpoints: ``modules.json`` and the modules that it lists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FUNCTIONS = {
     "GELU": "gelu",
     "SiLU": "silu",
 }
-"""Class of ``torch.nn`` that ``Dense`` has as activation → key of ``ops.activations.ACTIVATIONS``; empty: none."""
+"""Activation class (``torch.nn``) of ``Dense`` → key of ``ops.activations.ACTIVATIONS``; empty: no activation."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DenseModule:
     outputs: int
     bias: bool
     function: str
-    """Activation: a key of ``ops.activations.ACTIVATIONS``; empty: none."""
+    """Activation: a key of ``ops.activations.ACTIVATIONS``; empty: no activation."""
 
 
 def read_modules(folder: Path) -> list[Module] | None:
@@ -62,10 +62,10 @@ def read_modules(folder: Path) -> list[Module] | None:
     path = folder / MODULES
     for module in modules:
         if module.kind not in KNOWN:
-            message = f"{path} has a module {module.kind}; supported are {', '.join(KNOWN)}"
+            message = f"{path} has module {module.kind}, which is not supported; supported: {', '.join(KNOWN)}"
             raise PenstockError(Code.UNSUPPORTED, message, "pooling_type")
         if not module.folder.resolve().is_relative_to(folder.resolve()):
-            raise invalid("model", f"{path} names {module.folder}, which is outside the model")
+            raise invalid("model", f"{path} names {module.folder}; it must be a folder inside {folder}")
     return modules
 
 
@@ -85,8 +85,8 @@ def model_folder(folder: Path) -> Path:
 
 
 def module_files(folder: Path) -> dict[Path, bytes]:
-    """Contents of the files to copy from a sentence-transformers checkpoint, by relative path, without those of its
-    Transformer module, which is at the top level of a copy.
+    """Contents of the files to copy from a sentence-transformers checkpoint, by relative path. Files of the Transformer
+    module are not included: the caller writes them to the top level of the copy.
 
     Args:
         folder: see ``read_modules``.
@@ -112,18 +112,19 @@ def module_files(folder: Path) -> dict[Path, bytes]:
 
 
 def _listed_modules(folder: Path) -> list[Module] | None:
-    """All modules in ``modules.json``, unchecked; None without that file. Raises ``PenstockError`` (``invalid``)."""
+    """All modules in ``modules.json``, unchecked; None if it is missing. A broken file raises ``PenstockError``."""
     path = folder / MODULES
     if (given := read_json(path)) is None:
         return None
     try:
         return [Module(str(entry["type"]).rpartition(".")[2], folder / str(entry["path"])) for entry in given]
     except (KeyError, TypeError) as error:
-        raise invalid("model", f"{path} does not list modules by type and path") from error
+        raise invalid("model", f"{path} must be a list of objects with type and path; got {given!r:.60}") from error
 
 
 def read_dense_modules(folder: Path) -> list[DenseModule]:
-    """The linear layers after pooling, in order. Raises ``PenstockError`` as ``read_modules``."""
+    """The linear layers after pooling, in order. Raises the errors of ``read_modules``; also ``PenstockError``:
+    ``invalid`` for missing sizes, ``unsupported`` for an unknown activation."""
     return [_dense(module.folder) for module in read_modules(folder) or () if module.kind == "Dense"]
 
 
@@ -131,18 +132,18 @@ def _dense(folder: Path) -> DenseModule:
     config = read_object(folder / "config.json")
     function = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     if function not in FUNCTIONS:
-        message = f"{folder} has the activation {function}; supported are {', '.join(FUNCTIONS)}"
+        message = f"{folder} has activation {function}, which is not supported; supported: {', '.join(FUNCTIONS)}"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     try:
         inputs, outputs = int(config["in_features"]), int(config["out_features"])
     except (KeyError, TypeError, ValueError) as error:
-        raise invalid("model", f"{folder / 'config.json'} does not give in_features and out_features") from error
+        raise invalid("model", f"{folder / 'config.json'} must have integers in_features and out_features") from error
     return DenseModule(folder, inputs, outputs, config.get("bias") is not False, FUNCTIONS[function])
 
 
 def max_seq_length(folder: Path) -> int | None:
-    """Maximum number of tokens in ``sentence_bert_config.json`` and ``tokenizer_config.json``; None if neither has
-    one."""
+    """Maximum number of tokens: the smaller of ``max_seq_length`` in ``sentence_bert_config.json`` and
+    ``model_max_length`` in ``tokenizer_config.json``; None if both are absent."""
     given = (
         read_object(folder / "sentence_bert_config.json").get("max_seq_length"),
         read_object(folder / "tokenizer_config.json").get("model_max_length"),
@@ -151,16 +152,16 @@ def max_seq_length(folder: Path) -> int | None:
 
 
 def read_object(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file; empty if the file is missing. Raises ``PenstockError`` (``invalid``) for another
-    value."""
+    """The JSON object in a file; empty if the file is missing. Raises ``PenstockError`` (``invalid``) for a broken file
+    or another JSON value."""
     result = read_json(path)
     if result is None:
         return {}
     if not isinstance(result, dict):
-        raise invalid("model", f"{path} is not a JSON object")
+        raise invalid("model", f"{path} is not a JSON object (found: {type(result).__name__})")
     return result
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a file; None if the file is missing. Raises ``PenstockError`` (``invalid``) for other files."""
+    """The JSON value in a file; None if the file is missing. Raises ``PenstockError`` (``invalid``) for broken JSON."""
     return read_json_file(path) if path.exists() else None

@@ -14,11 +14,11 @@ DECODER = {
     "intermediate_size": "decoder_ffn_dim",
     "max_position_embeddings": "max_target_positions",
 }
-"""Usual field names of decoders → Whisper's. Whisper's own ``num_hidden_layers`` is that of the encoder."""
+"""Usual field names of decoders → Whisper's names. ``num_hidden_layers`` in Whisper's file counts encoder layers."""
 
 
 def with_decoder_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Whisper's ``config.json`` with the fields of its decoder under the usual names; other models' unmodified."""
+    """Whisper's ``config.json`` with the fields of its decoder under the usual names; unmodified for other models."""
     if not is_speech(config):
         return config
     return config | {name: config[source] for name, source in DECODER.items()} | {"num_key_value_heads": None}
@@ -31,7 +31,7 @@ def is_speech(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class SpeechConfig:
-    """The audio encoder. Its hidden size is that of the decoder."""
+    """Configuration of the audio encoder. Its hidden size is that of the decoder."""
 
     num_bins: int
     """Number of mel bins per frame."""
@@ -39,7 +39,7 @@ class SpeechConfig:
     num_heads: int
     intermediate_size: int
     num_positions: int
-    """Number of hidden states per window of audio, one for two frames."""
+    """Number of hidden states per window of audio, one for every two frames."""
     median_filter_width: int = 7
     """Width, in hidden states, of the filter that smooths attention for token timestamps; odd."""
 

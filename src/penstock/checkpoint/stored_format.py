@@ -1,4 +1,4 @@
-"""Format of a quantized checkpoint's matrices from its ``quantization_config``, as far as their size depends on it."""
+"""Format of the matrices of a quantized checkpoint, read from ``quantization_config``; exact enough for their size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from penstock.core.quantization import MX_BLOCK, UNQUANTIZED, Format
 
 QUANT_METHOD = "penstock"
-"""``quant_method`` of a ``config.json`` that asks for quantization at load; its ``format`` names the scheme."""
+"""``quant_method`` of a ``config.json`` that requests quantization at load; ``format`` names the scheme."""
 BNB_BLOCK = 64
 """Number of weights that share a scale in the 4-bit format of bitsandbytes."""
 
@@ -57,8 +57,8 @@ def _scheme(weights: Mapping[str, Any]) -> Format:
 
 
 def quantization_of(config: Mapping[str, Any]) -> str | None:
-    """Scheme of the quantization at load that ``config.json`` asks for; "": none; None: the weights are already
-    quantized."""
+    """Scheme of the quantization at load that ``config.json`` requests; "": no quantization; None: the weights are
+    already quantized."""
     found = quantization_config_of(config)
     if not found:
         return ""
@@ -68,7 +68,8 @@ def quantization_of(config: Mapping[str, Any]) -> str | None:
 
 def quantization_config_of(config: Mapping[str, Any]) -> Any:
     """``quantization_config`` of ``config.json``, in any spelling; None or empty without quantization."""
-    found = config.get("quantization_config") or config.get("compression_config")  # early compressed-tensors
+    # Early versions of compressed-tensors write ``compression_config``, or nest ``quantization_config``.
+    found = config.get("quantization_config") or config.get("compression_config")
     if isinstance(found, Mapping) and isinstance(inner := found.get("quantization_config"), Mapping):
-        return {**inner, "sparsity_config": found.get("sparsity_config")}  # early compressed-tensors, too
+        return {**inner, "sparsity_config": found.get("sparsity_config")}
     return found

@@ -16,13 +16,13 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|tok_embeddings|wte|word_embeddings|embed_in)\.weight")
 HEAD = re.compile(r"(.+\.)?(lm_head|proj_out|embed_out|output)\.(weight|qweight|weight_packed)")
 LAYER = re.compile(r"(^|\.)(layers|blocks|h|encoder)\.")
-"""Part of the names of tensors in layers or an encoder, which are neither heads nor embeddings of the whole model."""
+"""Part of a tensor name that shows that it belongs to a layer or encoder: no head or embedding of the whole model."""
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 OTHERS = ("adapter_", "consolidated")
 """Prefixes of files with other weights, or with the same weights under other names."""
 CHUNK = 2**20
 SETTLE_TIME = 1_000_000_000
-"""Nanoseconds after a file's last modification in which nothing about it is cached. A second change within one tick of
+"""Nanoseconds after a file's last modification during which results are not cached. A second change within one tick of
 the file system's clock (4 to 10 ms) does not change the modification time."""
 
 FileStates = tuple[tuple[Path, int, int], ...]
@@ -67,7 +67,7 @@ def plan_shards(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]
 
 
 class _Span(NamedTuple):
-    """Bytes of a tensor in a file."""
+    """Byte range of a tensor in a file."""
 
     path: Path
     first: int
@@ -76,7 +76,7 @@ class _Span(NamedTuple):
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], int]:
     """The tensors of a safetensors file, and the byte offset of its data. Raises ``OSError`` or
-    ``msgspec.MsgspecError``."""
+    ``msgspec.MsgspecError`` for an unreadable file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         content = file.read(min(length, path.stat().st_size))
@@ -86,8 +86,8 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], int]:
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """Dtype of the first 16-bit or 32-bit floating-point tensor in the first file, which is transformers' default;
-    None without such a tensor."""
+    """Dtype of the first 16-bit or 32-bit floating-point tensor in the first file (the default of transformers); None
+    if no tensor has such a dtype."""
     for path in _files(folder)[:1]:
         with suppress(OSError, msgspec.MsgspecError, RecursionError):
             tensors, _ = read_header(path)
@@ -97,8 +97,8 @@ def stored_dtype(folder: Path) -> str | None:
 
 
 def stored_head(folder: Path) -> Head:
-    """Whether the files have a language model head, and whether it differs from the embedding. A checkpoint may have
-    one although ``tie_word_embeddings`` is set."""
+    """Whether the files have a language model head, and whether it differs from the embedding. A checkpoint may have a
+    head although ``tie_word_embeddings`` is set."""
     states = []
     for path in _files(folder):
         with suppress(OSError, ValueError):  # the file is missing, or its name is impossible: the loader reports it
@@ -109,7 +109,7 @@ def stored_head(folder: Path) -> Head:
 
 
 def are_settled(files: FileStates) -> bool:
-    """True if no file was modified within ``SETTLE_TIME``: their states identify their contents."""
+    """True if no file was modified within ``SETTLE_TIME``: size and modification time then identify the contents."""
     return all(modified < time.time_ns() - SETTLE_TIME for _, _, modified in files)
 
 
@@ -131,7 +131,7 @@ _cached_head = lru_cache(maxsize=16)(_stored_head)
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors files to load: those in the index, ``model.safetensors``, or the only one."""
+    """The safetensors files to load: those in the index, ``model.safetensors``, or the only safetensors file."""
     if (folder / INDEX).is_file():
         with suppress(OSError, msgspec.MsgspecError, RecursionError):
             files = set(_read_index(folder).values())
@@ -183,7 +183,7 @@ def _equal(one: _Span, other: _Span) -> bool:
             if count < len(first):
                 first, second = bytearray(count), bytearray(count)
             if a.readinto(first) != count or b.readinto(second) != count:
-                raise ValueError("the file is shorter than its header says")
+                raise ValueError(f"{one.path} or {other.path} is shorter than its header says")
             if first != second:
                 return False
             size -= count

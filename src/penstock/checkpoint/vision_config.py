@@ -34,14 +34,14 @@ class VisionConfig:
     patch_size: int
     """Edge of a patch in pixels."""
     temporal_patch_size: int
-    """Number of frames per patch. An image is repeated to that number."""
+    """Number of frames per patch. An image is repeated to fill a patch."""
     merge_size: int
-    """Edge of a feature in patches."""
+    """Number of patches along each edge of the square that is merged to one feature."""
     theta: float
     """Base of the rotary embedding."""
 
     def weights(self, mlp_matrices: int = 2, mergers: int = 1) -> int:
-        """Number of parameters in the tower's matrices: patch embedding, blocks, and ``mergers`` with two each."""
+        """Number of parameters in the tower's matrices: patch embedding, blocks, and ``mergers`` of two matrices."""
         size, merged = self.size, self.size * self.merge_size**2
         patches = 3 * self.temporal_patch_size * self.patch_size**2 * size
         blocks = self.depth * (4 * size**2 + mlp_matrices * size * self.intermediate_size)
@@ -115,7 +115,7 @@ def read_vit(vision: Mapping[str, Any], **options: Any) -> ViTConfig:
     """Read a ``vision_config`` with the usual field names.
 
     Args:
-        options: fields of ``ViTConfig`` that override those read.
+        options: fields of ``ViTConfig`` that override those in ``vision``.
 
     Raises ``KeyError``, ``TypeError`` or ``ValueError`` for an invalid field, and ``PenstockError`` (``unsupported``)
     for an unknown activation.
@@ -135,9 +135,9 @@ def read_vit(vision: Mapping[str, Any], **options: Any) -> ViTConfig:
         message = f"vision_config has activation {config.activation[:40]!r}; supported are {', '.join(ACTIVATIONS)}"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     if config.gated:
-        activation_of(config.activation)  # kernels of gated MLPs support fewer
+        activation_of(config.activation)  # raises for activations that kernels of gated MLPs lack
     if config.image_size and config.grid < 1:
-        raise ValueError(f"image_size is {config.image_size}, less than patch_size, which is {config.patch_size}")
+        raise ValueError(f"image_size is {config.image_size}; it must be at least patch_size, {config.patch_size}")
     if config.heads < 1 or config.size % config.heads or config.patch_size < 1 or config.depth < 1:
         sizes = (
             f"hidden_size {config.size}, {config.heads} heads, {config.depth} layers, patch_size {config.patch_size}"
@@ -150,18 +150,18 @@ def edge_of(size: Any) -> int:
     """Edge of a square that is given by its edge, or by height and width. Raises ``ValueError`` if these differ."""
     if isinstance(size, list | tuple):
         if len(set(size)) != 1:
-            raise ValueError(f"vision_config has images or patches of {size}; they must be square")
+            raise ValueError(f"vision_config has images or patches of size {size!r:.40}; they must be square")
         size = size[0]
     return int(size)
 
 
 def feature_layers(given: Any, depth: int) -> tuple[int, ...]:
-    """Layers after which hidden states are taken, from ``vision_feature_layer``: 0 is the embedding's output. Raises
-    ``ValueError`` for a layer that does not exist."""
+    """Layers whose outputs are the image features, from ``vision_feature_layer``; 0 is the output of the embedding.
+    Raises ``ValueError`` for a layer that does not exist."""
     layers = tuple(map(int, given)) if isinstance(given, list | tuple) else (int(given),)
     layers = tuple(layer + depth + 1 if layer < 0 else layer for layer in layers)
     if not layers or not all(0 <= layer <= depth for layer in layers):
-        raise ValueError(f"vision_feature_layer is {given}, and the encoder has {depth} layers")
+        raise ValueError(f"vision_feature_layer is {given!r:.60}; layers must be from {-depth - 1} to {depth}")
     return layers
 
 
@@ -176,6 +176,6 @@ def with_mrope(config: ModelConfig, default: tuple[int, int, int]) -> ModelConfi
     rope = config.rope_parameters
     sections = [int(size) for size in rope.get("mrope_section") or default]
     if len(sections) != 3 or 2 * sum(sections) != config.head_dim:
-        raise ValueError(f"mrope_section is {sections}; it must have 3 numbers with the sum {config.head_dim // 2}")
+        raise ValueError(f"mrope_section is {sections}; it must be 3 numbers with the sum {config.head_dim // 2}")
     kind = "default" if rope["rope_type"] == "mrope" else rope["rope_type"]
     return replace(config, rope_parameters={**rope, "rope_type": kind, "mrope_section": sections})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 GIB = 2**30
 MAX_SWAPPED = 2**28
-"""Maximum bytes in swap that give no advice."""
+"""Bytes in swap above which advice is given."""
 
 
 def advice(
@@ -22,12 +22,12 @@ def advice(
     """Advice as sentences that end with a command.
 
     Args:
-        isa: instruction set of the kernels in use; empty if there are none.
+        isa: instruction set of the kernels in use; empty without CPU kernels.
         built, machine: instruction sets that are built and that the machine supports, the most advanced last.
         kv_bytes: configured size of the KV cache; 0: not set.
         free_bytes: free memory of this machine.
         cores: number of usable cores, and of all cores.
-        root: folder of ``proc`` and ``sys``.
+        root: folder that contains ``proc`` and ``sys``.
     """
     found = [_huge_pages(root), _governor(root), _cores(*cores), _swap(root), _swappiness(root)]
     found += [_instruction_set(isa, built, machine), _kv_cache(kv_bytes, free_bytes)]

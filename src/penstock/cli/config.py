@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def value_of(configured: ResolvedConfiguration, setting: Setting) -> Any:
-    """Value of an option, with secrets masked."""
+    """Value of an option, with secrets masked; for an empty value, its meaning (``Setting.empty``)."""
     value = masked(getattr(getattr(configured.configuration, setting.section), setting.name), setting.name)
     return value or in_cache(setting.empty) or value
 

@@ -25,9 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="data type of floating-point tensors, except those of quantized matrices (default: unchanged)",
+        help="data type of floating-point tensors, except tensors of quantized matrices (default: unchanged)",
     )
-    parser.add_argument("--to", choices=("safetensors",), default="safetensors", help="format (default: safetensors)")
+    parser.add_argument(
+        "--to", choices=("safetensors",), default="safetensors", help="output format (default: safetensors)"
+    )
     add_options(parser, (), ("model", "revision", "hf_token", "download_dir"))
 
 

@@ -74,7 +74,7 @@ def inspect_machine() -> dict[str, Any]:
         if problem := native.outdated_warning():
             result["advice"] = problem
     else:
-        result["advice"] = "install a C++ compiler (apt install g++), then penstock again"
+        result["advice"] = "install a C++ compiler (apt install g++), then reinstall penstock to build the CPU kernels"
     result["weights"] = _weight_cache(options)
     cores = usable_cores(), os.cpu_count() or 1
     found = advice(isa, built, machine, options.kv_cache_memory_bytes, free_host_bytes(), cores)
@@ -83,7 +83,7 @@ def inspect_machine() -> dict[str, Any]:
 
 
 def _weight_cache(options: EngineOptions) -> str:
-    """Folder, size and limit of the weight cache."""
+    """One-line description of the weight cache: folder, number of files, size and limit."""
     from penstock.config.cache_folder import cache_folder, disk_usage
 
     folder = cache_folder(options.weight_cache_dir)

@@ -23,7 +23,7 @@ NODE_OPTIONS = (
     "quantization",
     "dtype",
 )
-"""Options that determine which weight files a node needs."""
+"""Options that determine the weight files that a node needs."""
 HUBS = {"hf": "huggingface", "huggingface": "huggingface", "modelscope": "modelscope", "ms": "modelscope"}
 
 
@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "modelscope://, s3://, oss://, gs://, http://, https://, file://",
     )
     parser.add_argument("--dir", type=Path, metavar="FOLDER", help="folder for the files (default: the cache)")
-    about = "paths to download (default: the files that a checkpoint needs)"
+    about = "patterns of paths to download (default: the files that a checkpoint needs)"
     parser.add_argument("--include", nargs="+", default=[], metavar="PATTERN", help=about)
-    parser.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="paths not to download")
+    parser.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="patterns of paths not to download")
     parser.add_argument("--source", choices=sorted(HUBS), help="hub of org/name (default: --model-hub)")
     parser.add_argument("--endpoint", default="", metavar="URL", help="address of the hub or object store")
     parser.add_argument("--token", help="access token of the hub (default: HF_TOKEN or MODELSCOPE_API_TOKEN)")
     parser.add_argument("--max-workers", type=int, default=8, metavar="N", help="maximum connections (default: 8)")
-    parser.add_argument("--compat", default="", help="system whose environment variables are also read")
+    parser.add_argument("--compat", default="", help="also read the environment variables of this system (vllm, ...)")
     add_options(parser, (), OPTIONS + NODE_OPTIONS)
 
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if name.scheme == "file":
         if args.dir:
             raise invalid("--dir", f"{name.path} is already on this machine: omit --dir, or copy the files")
-        resolve(Path(name.path))  # raises an error if it is not a model
+        resolve(Path(name.path))  # raises an error if the folder has no model
         print(name.path)
         return 0
     hub_token = options.hf_token if name.scheme == "huggingface" else ""

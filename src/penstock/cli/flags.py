@@ -67,8 +67,8 @@ def read_fields(args: argparse.Namespace, schema: type[T], **more: Any) -> T:
 
 
 def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfiguration:
-    """Resolve the configuration from defaults, file, environment and flags. Logs ignored names, and sets
-    ``args.given_names`` to those of the configuration.
+    """Resolve the configuration from defaults, file, environment and flags. Logs ignored names, and stores the
+    configuration's ``given_names`` in ``args.given_names``.
 
     Args:
         process: name of this process in the log; if not empty, the log is set up.

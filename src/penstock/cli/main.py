@@ -31,7 +31,7 @@ COMMANDS = {
     "convert": "rewrite a checkpoint as safetensors, with another shard size or data type",
     "bench": "measure latency or throughput of a model or a server",
     "pd": "start prefill and decode instances with a router, or show the instances of a router",
-    "ranktable": "write rank tables of prefill and decode instances, or merge those of several machines",
+    "ranktable": "write rank tables of prefill and decode instances, or merge the tables of several machines",
     "quantize": "write a quantized checkpoint: round to nearest, AWQ, GPTQ, SmoothQuant, FP8",
     "plan": "compute the memory of a model, or the placement of its experts",
     "shims": "create wrapper commands of other systems (trtllm-build, blade_llm_server, ...)",
@@ -77,8 +77,8 @@ def _main(arguments: list[str] | None) -> int:
         return 2
     try:
         os.getcwd()
-    except FileNotFoundError:  # PyTorch's libraries could not be loaded
-        print("penstock: the working directory has been deleted; change to another one", file=sys.stderr)
+    except FileNotFoundError:  # PyTorch cannot load its libraries from a deleted working directory
+        print("penstock: the working directory has been deleted; change to an existing one", file=sys.stderr)
         return 2
     replace_unprintable()
     atexit.register(gc.freeze)  # avoids garbage collections at interpreter exit, which take 0.1 seconds

@@ -12,7 +12,7 @@ from penstock.config.secrets import mask
 from penstock.core import PenstockError
 
 MAX_USAGE_FLAGS = 12
-"""Maximum number of flags that the usage line lists; the help of a command with more only says ``[options]``."""
+"""Maximum number of flags in the usage line; for more flags, the line has only ``[options]``."""
 
 
 PROFILE_PREFIX = "profile:"

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for role in ("prefill", "decode"):
         about = f"devices of each {role} instance on this machine, such as 0,1 2,3 for two instances"
         gen.add_argument(f"--{role}-server-list", nargs="+", default=[], metavar="DEVICES", help=about)
-    gen.add_argument("--ip", default="", help="address of this machine (default: that of the outgoing interface)")
+    gen.add_argument("--ip", default="", help="address of this machine (default: of its outgoing interface)")
     merge = parser.add_argument_group("with --mode merge")
     about = "global table of each machine"
     merge.add_argument("--global-ranktable-list", nargs="+", type=Path, default=[], metavar="FILE", help=about)
@@ -54,9 +54,10 @@ def _gen(args: argparse.Namespace) -> dict[str, msgspec.Struct]:
     for role, entry in entries:
         devices = entry.split(",")
         if wrong := next((device for device in devices if read_decimal(device, ranktable.MAX_DEVICE) is None), None):
-            raise invalid(role, f"{entry!r} is not a comma-separated list of device numbers ({wrong!r})")
+            message = f"{entry!r} is not a comma-separated list of device numbers: {wrong!r} must be from 0 to"
+            raise invalid(role, f"{message} {ranktable.MAX_DEVICE}")
         if both := next((device for i, device in enumerate(devices) if device in [*seen, *devices[:i]]), None):
-            raise invalid(role, f"device {both} is given twice")
+            raise invalid(role, f"device {both} is given twice: list each device once")
         seen.update(devices)
         name = f"local_ranktable_{ip}_{''.join(devices)}.json"
         if name in result:
@@ -86,7 +87,7 @@ def _write(folder: Path, tables: Mapping[str, msgspec.Struct]) -> None:
             (folder / name).write_bytes(text + b"\n")
             print(folder / name)
     except OSError as error:
-        raise invalid("save_dir", f"cannot write to {folder}: {error.strerror}") from error
+        raise invalid("save_dir", f"cannot write to {folder}: {error.strerror}; set another folder") from error
 
 
 def _address() -> str:

@@ -30,18 +30,25 @@ from .served_models import DEMO
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-i", "--input-file", required=True, type=Path, metavar="FILE", help="requests, one per line")
+    parser.add_argument(
+        "-i",
+        "--input-file",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="file of requests, one JSON object per line",
+    )
     parser.add_argument(
         "-o",
         "--output-file",
         required=True,
         type=Path,
         metavar="FILE",
-        help="results, one per line in order of completion; requests that already have a result in it are skipped",
+        help="file for the results, one per line in order of completion; requests with a result in it are skipped",
     )
     parser.add_argument(
         "--max-concurrency",
-        dest="at_once",  # not the server's option of this name
+        dest="at_once",  # "max_concurrency" would be read as the server's option
         type=int,
         metavar="REQUESTS",
         help="maximum number of concurrent requests (default: twice --max-num-seqs, if --max-waiting allows)",

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.model_tag is not None:
         if getattr(args, "model", args.model_tag) != args.model_tag:
-            raise invalid("model", f"is given twice, as {args.model_tag} and --model {args.model}")
+            raise invalid("model", f"is given twice, as {args.model_tag} and --model {args.model}: remove one of them")
         args.model = args.model_tag
     configuration = with_role(with_rank_tables(configure(args, "serve").configuration))
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -62,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     if configuration.engine.node_rank:
         return run_node(configuration)
     if configuration.engine.nnodes > 1 and configuration.server.models:
-        raise PenstockError(Code.UNSUPPORTED, "models: a server with several nodes has one model", "models")
+        raise PenstockError(
+            Code.UNSUPPORTED, "models: a server on several nodes serves one model: unset models", "models"
+        )
     if is_open(configuration.server):
         warning = (
             "anyone with network access to %s on this machine can send requests: set --api-key or --host 127.0.0.1"
@@ -127,7 +129,7 @@ def run_node(configuration: Configuration) -> int:
 
 
 def _with_torchrun(configuration: Configuration) -> Configuration:
-    """Set the numbers of ranks and nodes to those of ``torchrun``, unless options set them.
+    """Set the numbers of ranks and nodes that ``torchrun`` has started, unless options set them.
 
     Raises ``PenstockError`` (``invalid``) if options contradict them, or nodes have different numbers of processes.
     """
@@ -139,7 +141,7 @@ def _with_torchrun(configuration: Configuration) -> Configuration:
     if nnodes > 1:
         if engine.nnodes not in (1, nnodes):
             raise invalid("nnodes", f"is {engine.nnodes}, but torchrun started {nnodes} nodes", nnodes)
-        used = int(os.environ["MASTER_PORT"])  # by torchrun itself
+        used = int(os.environ["MASTER_PORT"])  # torchrun listens on this port
         configuration = configuration.with_engine(
             nnodes=nnodes,
             node_rank=int(os.environ["GROUP_RANK"]),

@@ -110,17 +110,17 @@ def _check_names(models: list[ModelEntry]) -> None:
     for model in models:
         for name in model.names:
             if name in seen:
-                raise invalid("models", f"{name!r} is the name of two models")
+                raise invalid("models", f"{name!r} is the name of two models: rename one of them")
             if not name:
-                raise invalid("models", "a model has an empty name")
+                raise invalid("models", "a model has an empty name: name each model")
             if name == DEFAULT_NAME and models[1:]:
-                raise invalid("models", f"{name!r} is reserved for the first model; rename this one")
+                raise invalid("models", f"{name!r} is reserved for the first model: rename the additional model")
             seen.add(name)
     for model in models:
         adapters = parse_lora_modules(model.configuration.engine.lora_modules).keys()
         if both := adapters & seen:
-            raise invalid("lora_modules", f"{min(both)!r} is the name of a model, or of another adapter")
+            raise invalid("lora_modules", f"{min(both)!r} is the name of a model, or of another adapter: rename it")
         seen |= adapters
     kserve = [name for model in models for name in model.kserve]
     if twice := {name for name in kserve if kserve.count(name) > 1}:
-        raise invalid("models", f"{min(twice)!r} is the name of two KServe models")
+        raise invalid("models", f"{min(twice)!r} is the name of two KServe models: rename one of them")

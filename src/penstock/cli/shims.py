@@ -47,13 +47,13 @@ class Shim:
     """A wrapper file: a command, or a Python module.
 
     Args:
-        system: system whose command it replaces.
+        system: system of the original command or module.
         path: path in the output folder. Commands are at the top level or in folders of the other system; modules are in
             ``modules``.
         module: module of ``penstock.cli`` to run.
-        arguments: arguments inserted before those on the command line.
-        compat: profile, if it cannot be selected by an argument.
-        names: for a module that only exports names: Penstock's module by name.
+        arguments: arguments inserted before the arguments of the command line.
+        compat: profile for ``PENSTOCK_COMPAT``, if no argument selects it.
+        names: for a module that only re-exports names: Penstock's module of each name.
     """
 
     system: str
@@ -92,7 +92,8 @@ class Shim:
             return f'#!/bin/sh\n# {self.path}, {MARK}\nexec {shlex.join(self.command)} "$@"\n'
         runs = ", ".join(map(repr, self.command))
         fits = len(sys.executable) <= MAX_SHEBANG and " " not in sys.executable
-        interpreter = sys.executable if fits else "/usr/bin/env python3"  # any Python: it executes the right one
+        # Any Python can run the file, as os.execv starts sys.executable.
+        interpreter = sys.executable if fits else "/usr/bin/env python3"
         lines = [f"#!{interpreter}", f"# {self.path}, {MARK}", "import os", "import sys", ""]
         return "\n".join([*lines, f"os.execv({sys.executable!r}, [{runs}, *sys.argv[1:]])", ""])
 
@@ -107,7 +108,7 @@ def _running(system: str, module: str, *paths: str) -> list[Shim]:
 
 
 def _importing(system: str, path: str, module: str, *names: str) -> Shim:
-    """A module that exports names."""
+    """Shim that is a Python module and re-exports ``names`` of Penstock's ``module``."""
     return Shim(system, f"{MODULES}/{path}.py", module, (), names=dict.fromkeys(names, module))
 
 
@@ -155,7 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"system ({', '.join(_systems())}) or command (default: all)"
     )
-    parser.add_argument("--list", action="store_true", help="list the wrapper commands, and what each runs")
+    parser.add_argument("--list", action="store_true", help="list wrapper commands and the commands they run")
     parser.add_argument("--force", action="store_true", help="also overwrite files not written by penstock shims")
 
 
@@ -206,7 +207,7 @@ def _systems() -> list[str]:
 
 
 def _chosen(names: Sequence[str]) -> list[Shim]:
-    """Shims of the named systems and commands, or all. Of several shims with the same path, the first one.
+    """Shims of the named systems and commands, or all. If several shims have the same path, only the first is returned.
 
     Raises ``PenstockError`` (``invalid``) for an unknown name.
     """

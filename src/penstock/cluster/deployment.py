@@ -41,13 +41,13 @@ def with_rank_tables(configuration: Configuration) -> Configuration:
     own = ranktable.read_local(Path(server.rank_table), LOCAL)
     scheduler, prefill, decode = (group.server_list for group in table.server_group_list)
     if shared := ranktable.device_in_two_instances([*prefill, *decode]):
-        raise invalid(GLOBAL, f"device {shared[1]} of {shared[0]} is in two instances")
+        raise invalid(GLOBAL, f"device {shared[1]} of {shared[0]} is in two instances: remove it from one")
     if not own.device:
         if own not in scheduler:
-            raise invalid(LOCAL, f"has {_describe(own)}, but {GLOBAL} has {_list(scheduler)}")
+            raise invalid(LOCAL, f"has {_describe(own)}, but {GLOBAL} has {_list(scheduler)}: they must be the same")
         return _router(configuration, own, prefill, decode)
     if own not in (*prefill, *decode):
-        raise invalid(LOCAL, f"{_describe(own)} is not in {GLOBAL}, whose instances are {_list([*prefill, *decode])}")
+        raise invalid(LOCAL, f"{_describe(own)} is not in {GLOBAL}, which lists {_list([*prefill, *decode])}")
     return _instance(configuration, table, own, "prefill" if own in prefill else "decode")
 
 
@@ -57,20 +57,21 @@ def _router(
     server = configuration.server
     instances = [*prefill, *decode]
     if not prefill or not decode:
-        raise invalid(GLOBAL, f"has no {'decode' if prefill else 'prefill'} instance")
+        raise invalid(GLOBAL, f"has no {'decode' if prefill else 'prefill'} instance: add at least one")
     if len(server.node_ports) != len(instances):
         message = f"has {len(server.node_ports)} ports for {len(instances)} instances: {_list(instances)}"
         raise invalid(PORTS, f"{message}; set the --port of each, in this order")
     urls: list[str] = []
     for instance, port in zip(instances, server.node_ports, strict=True):
         if not read_decimal(port, 65535):
-            raise invalid(PORTS, f"{port!r} is not a port")
+            raise invalid(PORTS, f"{port!r} is not a port (1 to 65535)")
         url = f"http://{join_address(instance.server_ip, int(port))}"
         if url in urls:
-            raise invalid(PORTS, f"has the port {port} for two instances on {instance.server_ip}")
+            raise invalid(PORTS, f"has the port {port} for two instances on {instance.server_ip}: use different ports")
         urls.append(url)
     if f"http://{join_address(own.server_ip, server.port)}" in urls:
-        raise invalid("port", f"is {server.port}, which {PORTS} assigns to an instance on this machine", server.port)
+        message = f"is {server.port}, which {PORTS} assigns to an instance on this machine: use another port"
+        raise invalid("port", message, server.port)
     split = len(prefill)
     instances_by_role = {"prefill_instances": tuple(urls[:split]), "decode_instances": tuple(urls[split:])}
     server = msgspec.structs.replace(server, **instances_by_role)
@@ -97,7 +98,7 @@ def _instance(configuration: Configuration, table: Global, own: Server, role: st
 
 
 def bind_devices(devices: Sequence[str], here: Sequence[str]) -> str:
-    """Value of ``cpu_binding`` for an instance's devices. A device stands for a share of the process's allowed cores.
+    """Value of ``cpu_binding`` for the devices of an instance. Each device gets some of the process's allowed cores.
 
     Cores are divided evenly among all devices of the machine, ordered by id. If there are fewer cores than devices,
     devices share cores.
@@ -109,7 +110,7 @@ def bind_devices(devices: Sequence[str], here: Sequence[str]) -> str:
     Raises ``PenstockError`` (``invalid``) for an id that is not a number.
     """
     if wrong := next((device for device in here if read_decimal(device, ranktable.MAX_DEVICE) is None), None):
-        raise invalid(GLOBAL, f"the device_id {wrong!r} is not a number")
+        raise invalid(GLOBAL, f"the device_id {wrong!r} is not a number from 0 to {ranktable.MAX_DEVICE}")
     order = sorted(set(here), key=int)
     cores = sorted(os.sched_getaffinity(0))
     shares = []
@@ -121,7 +122,7 @@ def bind_devices(devices: Sequence[str], here: Sequence[str]) -> str:
 
 
 def _describe(server: Server) -> str:
-    """Describe an instance in errors."""
+    """Description of an instance for error messages."""
     if not server.device:
         return f"the scheduler at {server.server_ip}"
     return f"{server.server_ip} with the devices {','.join(device.device_id for device in server.device)}"

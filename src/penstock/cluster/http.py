@@ -25,7 +25,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """An engine of an instance."""
 
     address: str
-    """Address for routers, host:port; the host may stand for all addresses of the instance (0.0.0.0)."""
+    """Address for routers, host:port; the host may be the wildcard address (0.0.0.0)."""
     role: str
 
 
@@ -39,13 +39,13 @@ class InstanceInfo(msgspec.Struct, frozen=True):
 
 
 class RegisterRequest(msgspec.Struct, frozen=True):
-    """Registration of an instance with a router, or its end."""
+    """Request of an instance to register with a router, or to unregister."""
 
     name: str
     """Random name, generated when the instance starts."""
     engines: tuple[EngineInfo, ...]
     leaves: bool = False
-    """True: unregister."""
+    """True: unregister the instance; False: register it."""
 
 
 def call(base: str, path: str, secret: bytes, body: bytes | None = None) -> Any:

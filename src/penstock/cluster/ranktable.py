@@ -1,7 +1,7 @@
-"""Rank tables of deployments with separate prefill and decode instances: instances and their devices.
+"""Rank tables: the instances and devices of a deployment with separate prefill and decode instances.
 
-The JSON format is that of Ascend (docs/dialects/vllm.md). A global table lists all instances; a local table has the
-instance of a process.
+The JSON format is Ascend's (docs/dialects/vllm.md). A global table lists all instances; a local table lists only the
+instance of one process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.core.errors import invalid
 GROUPS = {"0": "scheduler", "1": "prefill", "2": "decode"}
 """Role by group id of a global table."""
 MAX_DEVICE = 10**6
-"""Maximum device id."""
+"""Maximum ``device_id`` in a table."""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +47,8 @@ class Global(msgspec.Struct, frozen=True, kw_only=True):
     version: Literal["1.0"] = "1.0"
     status: Literal["completed"] = "completed"
     server_group_list: tuple[Group, ...]
-    """One group for each of ``GROUPS``, in this order. The scheduler group has one server, or none if another machine's
-    table has it."""
+    """One group for each of ``GROUPS``, in this order. The scheduler group has one server, or none if the scheduler is
+    in the table of another machine."""
 
 
 class Local(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +83,8 @@ def combine(groups: Iterable[Iterable[Server]]) -> Global:
 
 
 def read(path: Path, option: str = "global_ranktable_list") -> Global:
-    """Read a global table. Raises ``PenstockError`` (``invalid``), naming ``option``, for an unreadable or inconsistent
-    one."""
+    """Read a global table. Raises ``PenstockError`` (``invalid``), naming ``option``, if the table is unreadable or
+    inconsistent."""
     try:
         result = msgspec.json.decode(path.read_bytes(), type=Global)
     except (OSError, ValueError) as error:
@@ -104,7 +104,7 @@ def read_local(path: Path, option: str) -> Server:
 
 
 def device_in_two_instances(servers: Iterable[Server]) -> tuple[str, str] | None:
-    """Address and id of the first device that is listed twice; None if all differ."""
+    """Server address and id of the first device that is listed twice; None: no device is listed twice."""
     seen = set()
     for server in servers:
         for device in server.device or ():
@@ -117,14 +117,16 @@ def device_in_two_instances(servers: Iterable[Server]) -> tuple[str, str] | None
 def merge(tables: Sequence[Global]) -> Global:
     """Merge the tables of several machines.
 
-    Raises ``PenstockError`` (``invalid``) unless one of them has the scheduler, and each device is in one instance.
+    Raises ``PenstockError`` (``invalid``) unless exactly one table has the scheduler, and each device is in one
+    instance.
     """
     lists = [[server for table in tables for server in table.server_group_list[i].server_list] for i in range(3)]
     if len(lists[0]) != 1:
         message = f"have {len(lists[0])} API servers instead of one: use --api-server on exactly one machine"
         raise invalid("global_ranktable_list", message)
     if shared := device_in_two_instances([*lists[1], *lists[2]]):
-        raise invalid("global_ranktable_list", f"device {shared[1]} of {shared[0]} is in two instances")
+        message = f"device {shared[1]} of {shared[0]} is in two instances: remove it from one"
+        raise invalid("global_ranktable_list", message)
     return combine(lists)
 
 

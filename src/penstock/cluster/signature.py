@@ -9,8 +9,8 @@ from penstock.core import Code, PenstockError
 
 HEADER = "x-penstock-signature"
 WINDOW = 300.0
-"""Maximum clock difference of two hosts in seconds. A request replayed within this time is harmless: the router finds
-the instance that it names, or gets no response from it."""
+"""Maximum clock difference of two hosts in seconds. A request replayed within this time is harmless: the router
+registers the named instance if it is running, and otherwise cannot reach it."""
 
 
 def sign(secret: bytes, path: str, body: bytes) -> str:
@@ -26,7 +26,7 @@ def verify(secret: bytes, path: str, body: bytes, signature: str) -> None:
         message = "the request must be signed with the secret of this cluster (--cluster-secret-file)"
         raise PenstockError(Code.UNAUTHORIZED, message)
     if abs(time.time() - int(signed)) > WINDOW:
-        message = f"the clocks of both hosts differ by more than {WINDOW:.0f} seconds"
+        message = f"the clocks of both hosts differ by more than {WINDOW:.0f} seconds: synchronize them"
         raise PenstockError(Code.UNAUTHORIZED, message)
 
 

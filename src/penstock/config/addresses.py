@@ -10,7 +10,7 @@ from penstock.core.errors import invalid
 from penstock.core.numbers import read_decimal
 
 ANY_ADDRESS = ("", "0.0.0.0", "::")
-"""Hosts that stand for all addresses of a machine."""
+"""Wildcard hosts, which mean all addresses of a machine."""
 
 
 def split_address(text: str, option: str) -> tuple[str, int]:

@@ -34,12 +34,12 @@ def cache_folder(name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class DiskUsage:
-    """Disk usage of a weight cache."""
+    """Number and size of the files in a weight cache, and its size limit."""
 
     files: int
     """Number of files."""
     used: int
-    """Size of the files in bytes."""
+    """Total size of the files in bytes."""
     limit: int
     """Size limit in bytes."""
 
@@ -75,7 +75,7 @@ def open_cached(path: Path) -> IO[bytes]:
             raise PermissionError(f"it belongs to another user (uid {status.st_uid})")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"other users may write to it (mode {stat.S_IMODE(status.st_mode):o})")
-        with contextlib.suppress(OSError):  # file systems without locks, read-only caches
+        with contextlib.suppress(OSError):  # some file systems have no locks, and the cache may be read-only
             fcntl.flock(file, fcntl.LOCK_SH)
             os.utime(file.fileno(), ns=(time.time_ns(), status.st_mtime_ns))
     except BaseException:
@@ -100,7 +100,7 @@ def new_file(path: Path, size: int, limit: int) -> Iterator[IO[bytes]]:
             _make_room(path, size, limit)
             file = stack.enter_context(NamedTemporaryFile(dir=folder, prefix=f"{path.stem}.", suffix=UNFINISHED))
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.truncate(size)  # lets other writers count it before the data is written
+            file.truncate(size)  # other writers count this size before the data is written
         yield file
         file.flush()
         os.fsync(file.fileno())  # before renaming: a power loss must not leave a complete name with incomplete data
@@ -113,7 +113,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which serializes evictions."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # file systems without locks on folders
+        with contextlib.suppress(OSError):  # some file systems cannot lock folders
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -123,10 +123,10 @@ def locked_folder(folder: Path) -> Iterator[None]:
 def _make_room(replaced: Path, size: int, limit: int) -> None:
     """Delete files until there is room for ``size`` bytes, which will replace the file ``replaced``."""
     if size > limit:
-        raise OSError(f"they have {size / 2**30:.2g} GiB, more than weight_cache_size ({limit / 2**30:.2g} GiB)")
+        raise OSError(f"{size / 2**30:.2g} GiB are more than weight_cache_size ({limit / 2**30:.2g} GiB): increase it")
     folder = replaced.parent
     for path, _ in _entries(folder, UNFINISHED):
-        _delete_unused(path)  # its writer has died
+        _delete_unused(path)  # deletes files of writers that have died, as their locks are released
     writing = [status for _, status in _entries(folder, UNFINISHED)]
     entries = [entry for entry in _entries(folder, SUFFIX) if entry[0] != replaced]
     disk = shutil.disk_usage(folder)
@@ -142,7 +142,7 @@ def _make_room(replaced: Path, size: int, limit: int) -> None:
         available = (
             f"{max(room, 0) / 2**30:.2g} of {limit / 2**30:.2g} GiB ({RESERVED_SHARE:.0%} of the disk stay free)"
         )
-        raise OSError(f"they have {size / 2**30:.2g} GiB, and {folder} has room for {available}")
+        raise OSError(f"{size / 2**30:.2g} GiB are needed, and {folder} has room for {available}")
 
 
 def _delete_unused(path: Path) -> bool:

@@ -39,11 +39,12 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """inflight: requests join the running batch at any step. static: requests start only after all running ones have
     finished."""
     preemption_mode: Literal["recompute", "swap"] = "recompute"
-    """Preempted sequences are recomputed, or their KV blocks are swapped to host memory while swap_space has room."""
+    """recompute: compute preempted sequences again. swap: move their KV blocks to host memory while swap_space has
+    room."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of common prefixes."""
     enable_chunked_prefill: bool = True
-    """Split prompts that exceed the tokens left in a step."""
+    """Split prompts that exceed the remaining tokens of a step (max_num_batched_tokens)."""
     max_num_partial_prefills: Annotated[int, option(ge=1)] = 1
     """Maximum number of partially computed prompts (chunked prefills) at the same time."""
     max_long_partial_prefills: Annotated[int, option(ge=1)] = 1
@@ -53,10 +54,11 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Length above which a prompt counts as long, and maximum number of its tokens in one step; 0: no prompt is
     long."""
     encoder_cache_size: Annotated[int, option("tokens", ge=1)] = 16384
-    """Size of the workers' cache of image features, which later steps and requests reuse; also the maximum size of one
-    image."""
+    """Size of the workers' cache of image features, which later steps and requests reuse. An image must not have more
+    tokens."""
     kv_cache_ratio: Annotated[float, option(gt=0, le=1)] = 1.0
-    """Share of the KV blocks that newly admitted prompts may fill; the rest is for the output of running sequences."""
+    """Share of the KV blocks that newly admitted prompts may fill; the remaining blocks are for the output of running
+    sequences."""
     static_decode_blocks: Annotated[int, option("blocks", ge=0)] = 0
     """Number of KV blocks allocated for a request's output when it is admitted."""
 
@@ -64,15 +66,18 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise invalid(
                 "max_num_batched_tokens",
-                f"must be at least max_model_len ({self.max_model_len}) without enable_chunked_prefill",
+                f"{self.max_num_batched_tokens} is below max_model_len ({self.max_model_len}): increase it, or set "
+                "enable_chunked_prefill",
                 self.max_model_len,
             )
         if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
-            raise invalid("long_prefill_token_threshold", "requires enable_chunked_prefill")
+            message = f"{self.long_prefill_token_threshold} requires enable_chunked_prefill: enable it, or set 0"
+            raise invalid("long_prefill_token_threshold", message)
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise invalid(
                 "max_long_partial_prefills",
-                f"must be at most max_num_partial_prefills ({self.max_num_partial_prefills})",
+                f"must be at most max_num_partial_prefills ({self.max_num_partial_prefills}), is "
+                f"{self.max_long_partial_prefills}",
                 self.max_num_partial_prefills,
             )
 
@@ -89,12 +94,12 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """Format of the weights; auto detects it, dummy initializes random weights."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Data type of the computation; auto: the checkpoint's."""
+    """Data type of the computation; auto: the checkpoint's data type."""
     quantization: QuantizationName = "none"
     """Quantization of the weights at load. The names give the bits of weights (w, wint) and activations (a8); -g32
     names are former names of the same formats. fp8 quantizes weights and activations to e4m3, on GPUs only."""
     weight_cache_dir: Annotated[str, option(empty="~/.cache/penstock")] = ""
-    """Folder of the weight cache, whose files are memory-mapped at the next start; none: no cache."""
+    """Folder for packed weights, which are memory-mapped at the next start; none: no weight cache."""
     weight_cache_size: Annotated[float, option("GiB", ge=0)] = 0.0
     """Maximum size of the weight cache; the least recently used files are deleted. 0: 30 % of its disk. 10 % of the
     disk always stay free."""
@@ -108,30 +113,31 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         tuple[Annotated[int, msgspec.Meta(ge=1)], ...],
         option(empty="1, 2, 4, multiples of 8 to 128, of 16 to 256 and of 32 to 1024, up to max_num_seqs"),
     ] = ()
-    """Batch sizes (numbers of sequences) for which CUDA graphs are captured; a step uses the next larger one."""
+    """Batch sizes (numbers of sequences) for which CUDA graphs are captured; a step uses the next larger size."""
     batch_invariant: bool = True
     """On a GPU, compute each row with the same bits in any batch. If off, unquantized matrix products use cuBLAS, which
     may be faster. On CPUs results are always batch-invariant."""
     seed: int = 0
     """Seed of the random weights of load_format dummy."""
     max_model_len: Annotated[int, option("tokens", ge=0)] = 0
-    """Maximum length of a sequence, prompt and output together; 0: the model's."""
+    """Maximum length of a sequence, prompt and output together; 0: the model's context length."""
     block_size: Annotated[int, option("tokens", ge=1)] = 64
     """Number of tokens in a KV block."""
     num_gpu_blocks_override: Annotated[int, option("blocks", ge=0)] = 0
     """Number of KV blocks; 0: computed from the memory options."""
     gpu_memory_utilization: Annotated[float, option(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory for weights, activations and KV cache together."""
+    """Share of a GPU's memory that weights, activations and KV cache may use together."""
     kv_cache_free_memory_fraction: Annotated[float, option(ge=0, lt=1)] = 0.0
-    """Share of the memory left free by the weights that the KV cache uses (on a GPU, instead of
+    """Size of the KV cache, as a share of the memory that the weights leave free (on a GPU, instead of
     gpu_memory_utilization); 0: not used."""
     kv_cache_memory_bytes: Annotated[int, option("bytes", ge=0)] = 0
-    """Size of the KV cache; 0: half of the free memory, on a GPU what gpu_memory_utilization allows."""
+    """Size of the KV cache; 0: half of the free host memory, or on a GPU the memory that gpu_memory_utilization
+    allows."""
     kv_cache_sequences: Annotated[float, option(ge=0)] = 0.0
     """Size of the KV cache, as a number of sequences of max_model_len; 0: not used."""
     kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = "auto"
-    """Data type of the KV cache: auto is the model's; int8 and (on GPUs) fp8 (e4m3) are quantized and take half the
-    memory."""
+    """Data type of the KV cache: auto is the model's data type; int8 and (on GPUs) fp8 (e4m3) are quantized and take
+    half the memory."""
     guided_decoding_backend: GuidedBackend = "auto"
     """Backend of guided decoding: off rejects guided requests; all other values select llguidance."""
     guided_decoding_disable_any_whitespace: bool = False
@@ -142,13 +148,13 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     """Speculative decoding, as JSON: {"method": "ngram"}, or {"model": FOLDER, "num_speculative_tokens": 4} for a draft
     model or draft heads (EAGLE, Medusa); empty: off. It does not change results."""
     enable_lora: bool = False
-    """Support LoRA adapters in addition to those of lora_modules."""
+    """Support LoRA adapters that are not listed in lora_modules."""
     lora_modules: tuple[str, ...] = ()
     """LoRA adapters (PEFT folders) to load at the start, each as name=folder."""
     max_loras: Annotated[int, option(ge=1, le=1024)] = 16
-    """Maximum number of loaded adapters."""
+    """Maximum number of LoRA adapters that are loaded at the same time."""
     max_lora_rank: Annotated[int, option(ge=1)] = 64
-    """Maximum rank of an adapter."""
+    """Maximum rank of a LoRA adapter."""
     use_warmup: bool = False
     """Before accepting requests, run the longest prompt and max_num_seqs sequences once."""
     tensor_parallel_size: Annotated[int, option(ge=1, le=32)] = 1
@@ -166,35 +172,35 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     contiguous ranges of experts. It does not change results."""
     num_redundant_experts: Annotated[int, option(ge=0, le=8192)] = 0
     """Number of additional expert replicas in each layer (with enable_expert_parallel). Without expert_placement, the
-    first experts are replicated; with it, 0 means as many as the file has."""
+    first experts are replicated; with expert_placement, 0 uses the number of replicas in the file."""
     expert_load: bool = False
     """Count the tokens routed to each expert of each layer, for /expert_load, /metrics and penstock plan experts."""
     data_parallel_size: Annotated[int, option(ge=1, le=64)] = 1
     """Number of engines with the whole model that serve one address; each request is computed by one engine."""
     data_parallel_request_cost: Annotated[int, option("tokens", ge=0)] = 32
-    """Load of an open request, in addition to the prompt tokens that an engine has still to compute. A request goes to
-    the engine with the least load, its uncached prompt tokens there included."""
+    """Load that each open request adds to its engine, in addition to its prompt tokens that are not computed yet. A new
+    request goes to the engine with the least load, counting the prompt tokens that it would have to compute there."""
     pipeline_parallel_layers: str = ""
     """Number of layers of each pipeline stage, such as 10,18; empty: balanced by the bytes read per token, including
     the LM head in the last stage."""
     nnodes: Annotated[int, option(ge=1, le=32)] = 1
     """Number of nodes that share the ranks evenly. It does not change results."""
     node_rank: Annotated[int, option(ge=0, le=31)] = 0
-    """Index of this node: node 0 runs the server, the others run ranks for it."""
+    """Index of this node: node 0 runs the server, the other nodes run ranks for node 0."""
     master_addr: str = "127.0.0.1"
     """Address of node 0, on which it listens for the other nodes during the start."""
     master_port: Annotated[int, option(ge=1, le=65535)] = 29501
-    """TCP port of master_addr."""
+    """TCP port on which node 0 listens at master_addr."""
     cluster_secret_file: Annotated[str, option(empty="~/.config/penstock/cluster-secret")] = ""
-    """File with the secret that authenticates nodes and instances to each other, the same on all of them; node 0
-    creates the default file."""
+    """File with the secret that authenticates nodes and instances to each other. All of them need the same secret; node
+    0 creates the default file."""
     node_timeout: Annotated[float, option("seconds", gt=0)] = 600.0
     """Maximum time that nodes wait for each other during the start."""
     distributed_executor_backend: Literal["auto", "uni", "mp", "ray"] = "auto"
     """Where the model runs: in the engine process (uni), in worker processes (mp), or in worker processes on the nodes
     of a Ray cluster (ray, if there are several ranks); auto: mp if there are several ranks, otherwise uni."""
     cpu_binding: str = "auto"
-    """CPU cores of each rank: auto divides the cores, keeping those of a NUMA node together; none: no binding; or a
+    """CPU cores of each rank: auto divides the cores, keeping the cores of a NUMA node together; none: no binding; or a
     list per rank, such as 0-15,16-31 or 0-7,16-23|8-15,24-31. A single rank is bound by a list only."""
     max_concurrent_batches: Annotated[int, option(ge=0, le=32)] = 0
     """Maximum number of steps in flight; 0: one per pipeline stage, on a GPU at least two."""
@@ -204,7 +210,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     """Time that open requests have to finish when the server stops."""
     engine_iteration_timeout: Annotated[float, option("seconds", ge=0)] = 60.0
     """Time without progress of an engine, beyond the time that its step may take, after which it is killed and
-    restarted; /health fails after a quarter of it. 0: never."""
+    restarted; /health fails after a quarter of this time. 0: never."""
     resume: bool = True
     """If an engine dies or stops, continue its requests on another one or on its next process, with the same output.
     Otherwise they fail."""
@@ -219,8 +225,8 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     """Host memory of each engine for cached prefixes, which stay there when their KV blocks are reused; 0: none, or 1
     GiB with kv_offloading_disk_path. It does not change results."""
     kv_offloading_disk_path: Annotated[str, option(empty="none")] = ""
-    """Folder where cached prefixes are stored, too, so that they survive a restart. Prompts can be derived from the
-    keys and values in it, so it must be readable by this user only."""
+    """Folder that also stores cached prefixes, so that they survive a restart. Prompts can be derived from the stored
+    keys and values, so the folder must be readable by this user only."""
     kv_offloading_disk_size: Annotated[float, option("GiB", gt=0, le=2**20)] = 10.0
     """Maximum size of kv_offloading_disk_path; the least recently used files are deleted. 10 % of the disk always stay
     free."""
@@ -234,21 +240,21 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     kv_host: Annotated[str, option(empty="the host of the engine_address")] = ""
     """Address on which a prefill instance serves KV to decode instances."""
     kv_port: Annotated[int, option(ge=0, le=65535)] = 0
-    """TCP port of kv_host; 0: any free port."""
-    kv_advertised_address: Annotated[str, option(empty="the address itself")] = ""
-    """Address (host:port) by which decode instances reach kv_host and kv_port from outside, if it differs (NAT)."""
+    """TCP port on which a prefill instance serves KV at kv_host; 0: any free port."""
+    kv_advertised_address: Annotated[str, option(empty="kv_host and kv_port")] = ""
+    """Address (host:port) at which decode instances reach kv_host and kv_port through NAT."""
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
     """If no prefill instance can deliver a prompt's KV, the decode instance recomputes the prompt, or fails the
     request."""
     kv_buffer_size: Annotated[int, option("bytes", ge=1)] = 2**28
-    """Memory of an instance for KV in transfer."""
+    """Size of an instance's transfer buffer for KV."""
     kv_timeout: Annotated[float, option("seconds", gt=0)] = 30.0
     """Time without progress after which a KV transfer fails, and another prefill instance is tried."""
     kv_transport: Literal["auto", "tcp", "nixl"] = "auto"
     """Transport of KV to a decode instance: auto uses shared memory if the prefill instance is on the same host, and
     TCP otherwise; tcp always uses TCP; nixl needs the extra nixl on both instances."""
     allow_fingerprint_mismatch: bool = False
-    """Also use instances whose kernels may compute different bits; a router's responses then have the header
+    """Also use instances with kernels that may compute different bits; a router's responses then have the header
     x-penstock-fingerprint-mismatch."""
 
     def scheduler(self, max_model_len: int) -> SchedulerOptions:
@@ -257,11 +263,11 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         return SchedulerOptions(**{f.name: getattr(self, f.name) for f in names} | {"max_model_len": max_model_len})
 
     def __post_init__(self) -> None:
-        """No checks here: those of the scheduler's options need the resolved ``max_model_len``."""
+        """Skip the checks of ``SchedulerOptions``, which need the resolved ``max_model_len``."""
 
     @property
     def host_tier_bytes(self) -> int:
-        """Bytes of host memory for cached prefixes; 0: none. Prefixes read from disk pass through it."""
+        """Host memory for cached prefixes in bytes; 0: not used. Prefixes read from disk pass through this memory."""
         if not self.enable_prefix_caching:
             return 0
         return int((self.kv_offloading_size or float(bool(self.kv_offloading_disk_path))) * 2**30)

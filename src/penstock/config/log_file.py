@@ -24,7 +24,7 @@ class LogFile(WatchedFileHandler):
         self._reported = -REPORT_INTERVAL
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Handle the exception being raised, with the lock held."""
+        """Count a line that could not be written, and warn. Called with the lock held, within the exception handler."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)

@@ -22,7 +22,7 @@ FLUSH_TIMEOUT = 1.0
 class LogHandler(logging.Handler):
     """Writes lines to standard error without blocking if its reader (a log collector) stalls.
 
-    Up to ``MAX_BUFFERED`` bytes are buffered in memory. Further lines are dropped; a warning says how many.
+    Up to ``MAX_BUFFERED`` bytes are buffered in memory. Further lines are dropped; a later warning has their number.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -61,13 +61,13 @@ class LogHandler(logging.Handler):
             data = data[self._send(data) :]
         if data:
             self._buffer += data
-            if self._thread is None or not self._thread.is_alive():  # a fork has no threads
+            if self._thread is None or not self._thread.is_alive():  # a forked process has no threads
                 self._thread = threading.Thread(target=self._send_buffer, name="log", daemon=True)
                 self._thread.start()
             self._buffered.notify()
 
     def _send_buffer(self) -> None:
-        """Write the buffer whenever the reader accepts more (thread)."""
+        """Thread: write buffered data whenever the reader accepts more."""
         poll = select.poll()
         poll.register(self._descriptor, select.POLLOUT)
         while True:
@@ -79,7 +79,7 @@ class LogHandler(logging.Handler):
                 del self._buffer[: self._send(bytes(self._buffer[: select.PIPE_BUF]))]
 
     def _send(self, data: bytes) -> int:
-        """Write without blocking; returns the number of bytes written, or all of them if the reader is gone."""
+        """Write without blocking; returns the number of bytes written, or ``len(data)`` if the reader has exited."""
         try:
             if self._socket:
                 return self._socket.send(data, socket.MSG_DONTWAIT)
@@ -99,7 +99,7 @@ def handler(stream: TextIO) -> logging.Handler:
 
 
 def _open_nonblocking(descriptor: int) -> tuple[int, socket.socket | None]:
-    """Open a descriptor of the same file for non-blocking writes; also returns the socket if it is one.
+    """Open a descriptor of the same file for non-blocking writes; also returns the socket if the file is one.
 
     The mode of the given descriptor, which other processes may share, is unchanged: a pipe is reopened, and a socket
     uses ``MSG_DONTWAIT``.

@@ -37,7 +37,7 @@ def set_up(options: LogOptions, process: str) -> None:
     for handler in handlers:
         handler.setFormatter(JsonFormatter(process) if options.log_format == "json" else TextFormatter(process))
     logging.basicConfig(level=options.log_level.upper(), handlers=handlers, force=True)
-    for name in ("httpx", "httpx2", "uvicorn.error"):  # their INFO lines duplicate ours
+    for name in ("httpx", "httpx2", "uvicorn.error"):  # their INFO lines repeat Penstock's
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
@@ -52,7 +52,7 @@ def _file(path: Path) -> logging.Handler:
 
 
 class _Formatter(logging.Formatter):
-    """Base class: lines name the process."""
+    """Base class of the formatters: stores the name of the process."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _Formatter(logging.Formatter):
 
 
 class TextFormatter(_Formatter):
-    """Lines of date, time, process, level (unless INFO), message, and ``name=value`` per ``extra={"fields": …}``."""
+    """Lines of date, time, process, level (unless INFO), message, and a ``name=value`` per ``extra={"fields": …}``."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]

@@ -1,4 +1,4 @@
-"""Options of a model that its engine does not use."""
+"""Options of a model that are used outside its engine."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ MAX_MEDIA = {"image": 16, "video": 4}
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a model that its engine does not use: tokenizer, chat template, parsers, default sampling parameters,
-    media, download."""
+    """Options of a model that are used outside its engine: tokenizer, chat template, parsers, default sampling
+    parameters, media, download."""
 
     pooling_type: Literal["auto", "last", "cls", "mean", "all"] = "auto"
-    """Pooling of hidden states for embeddings and classifiers: the last or first (cls) token's, the mean, or all
-    tokens' (one vector each); auto: the checkpoint's, or else last for decoders and cls for encoders."""
+    """Pooling of hidden states for embeddings and classifiers: the last or first (cls) token, the mean, or all tokens
+    (one vector per token); auto: the checkpoint's pooling, by default last for decoders and cls for encoders."""
     pooling_task: Literal["auto", "embed", "classify", "score"] = "auto"
     """Task of a pooling model; auto: classify and score if the checkpoint has a classifier, otherwise embed. classify
     and score also work with generative models that answer with one of classifier_tokens, such as Qwen3-Reranker."""
     pooling_activation: Literal["auto", "on", "off"] = "auto"
-    """Normalize embeddings to length 1, and convert a classifier's outputs to probabilities; auto: as the checkpoint
-    says."""
+    """Normalize embeddings to length 1, and convert a classifier's outputs to probabilities; auto: the checkpoint's
+    setting."""
     classifier_tokens: tuple[str, ...] = ("no", "yes")
-    """The two tokens by which a generative reranker answers no and yes."""
+    """The two tokens with which a generative reranker answers: first no, then yes."""
     tokenizer: str = ""
-    """Folder of the tokenizer; empty: the model's."""
+    """Folder of the tokenizer; empty: the model's folder."""
     chat_template: str = ""
-    """Chat template, or a file with one; empty: the model's."""
+    """Chat template (Jinja), or a file that contains it; empty: the model's template."""
     tool_call_parser: Literal[
         "auto",
         "hermes",
@@ -93,24 +93,24 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Default sampling parameters of requests: auto uses the model's generation_config.json, vllm uses vLLM's defaults;
     any other value is a folder with a generation_config.json."""
     override_generation_config: str = ""
-    """Default sampling parameters that override those of generation_config, as JSON: {"temperature": 0.6}."""
+    """Default sampling parameters with precedence over generation_config, as JSON: {"temperature": 0.6}."""
     max_logprobs: Annotated[int, option(ge=0, le=MAX_LOGPROBS)] = MAX_LOGPROBS
-    """Maximum of logprobs and prompt_logprobs in a request."""
+    """Maximum of the parameters logprobs and prompt_logprobs of a request."""
     enable_logprob: bool = True
     """Allow requests for logprobs; otherwise they are rejected."""
     limit_mm_per_prompt: Annotated[str, option(empty='{"image": 16, "video": 4}')] = ""
     """Maximum numbers of images and videos in a prompt, as JSON: {"image": 4}."""
     mm_processor_kwargs: Annotated[str, option(empty="the model's")] = ""
-    """Parameters that override those of the model's image processor, as JSON: minimum and maximum pixels of a resized
+    """Parameters with precedence over the model's image processor, as JSON: minimum and maximum pixels of a resized
     image, {"min_pixels": 3136, "max_pixels": 1003520}; for videos also the sampling of frames: fps or num_frames,
     min_frames, max_frames."""
     media_io_kwargs: Annotated[str, option(empty="the model's")] = ""
     """Sampling of video frames, as JSON: {"video": {"num_frames": 32}}, or fps; -1: all frames."""
     allowed_media_domains: tuple[str, ...] = ()
-    """Hosts from which images and videos may be fetched, whatever their addresses; empty: any host with a public
+    """Hosts from which images and videos may be fetched, even from private addresses; empty: any host with a public
     address."""
     allowed_local_media_path: str = ""
-    """Folder whose files requests may use as images (file: URLs); empty: none."""
+    """Folder with files that requests may use as images (file: URLs); empty: no files may be used."""
     max_image_size: Annotated[int, option("bytes", ge=1)] = 20 * 2**20
     """Maximum size of an image file."""
     max_image_pixels: Annotated[int, option("pixels", ge=1)] = 2**26
@@ -128,15 +128,15 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_audio_size: Annotated[int, option("bytes", ge=1)] = 25 * 2**20
     """Maximum size of an audio file."""
     max_audio_duration: Annotated[float, option("seconds", gt=0)] = 3600.0
-    """Maximum duration of audio."""
+    """Maximum duration of an audio file."""
     audio_timeout: Annotated[float, option("seconds", gt=0)] = 30.0
-    """Maximum time to decode audio."""
+    """Maximum time to decode an audio file."""
     model_hub: Literal["huggingface", "modelscope"] = "huggingface"
     """Hub from which models named org/name are downloaded."""
     revision: str = ""
     """Branch, tag or commit of the model on the hub; empty: the main branch."""
     hf_token: str = ""
-    """Access token for the Hugging Face hub; empty: HF_TOKEN of the environment."""
+    """Access token for the Hugging Face hub; empty: the environment variable HF_TOKEN."""
     download_dir: str = ""
     """Folder for downloads; empty: the Hugging Face cache, and ~/.cache/penstock/downloads for downloads from
     elsewhere."""
@@ -169,7 +169,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         """
         try:
             limits = MAX_MEDIA | msgspec.json.decode(self.limit_mm_per_prompt or "{}", type=dict[str, Any])
-            counts = {  # vLLM also takes {"image": {"count": 4}}
+            counts = {  # also accepts vLLM's form {"image": {"count": 4}}
                 name: limit["count"] if isinstance(limit, dict) else limit for name, limit in limits.items()
             }
             result: dict[str, int] = msgspec.convert(counts, dict[str, Annotated[int, msgspec.Meta(ge=0)]])

@@ -8,9 +8,10 @@ import msgspec
 
 
 def option(unit: str = "", empty: str = "", **bounds: Any) -> msgspec.Meta:
-    """Describe an option, for ``Annotated``.
+    """Create the metadata of an option, for ``Annotated``.
 
     Args:
+        unit: unit of the value, for the help.
         empty: meaning of an empty value, for the help.
         bounds: constraints of ``msgspec.Meta`` (``ge``, ``le``, …).
     """

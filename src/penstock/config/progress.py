@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 T = TypeVar("T")
 
 DELAY = 2.0
-"""Seconds before anything is shown."""
+"""Seconds after which the progress is shown."""
 INTERVAL = 10.0
 """Seconds between two log lines."""
 
@@ -24,8 +24,8 @@ class Progress:
         total: number of units to process.
         unit: name of a unit; bytes (``B``) are shown with prefixes.
         print_line: prints a line, used if standard error is not a terminal.
-        done: number of units processed before.
-        shown: False: show nothing.
+        done: number of units processed before the start.
+        shown: show the progress; if False, nothing is shown.
     """
 
     def __init__(
@@ -100,5 +100,5 @@ def log_or_print(logger: logging.Logger) -> Callable[[str], None]:
 
 
 def print_line(command: str) -> Callable[[str], None]:
-    """Return a function that prints a line of a command on standard error."""
+    """Return a function that prints a line on standard error, after ``penstock`` and the command's name."""
     return lambda line: print(f"penstock {command}: {line}", file=sys.stderr, flush=True)

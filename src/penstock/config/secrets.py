@@ -41,7 +41,7 @@ def is_secret(name: str) -> bool:
 
 
 def register(configuration: msgspec.Struct, environment: Mapping[str, str] = os.environ) -> None:
-    """Register the secrets of a configuration and of the environment, whose values ``mask`` then masks in any text."""
+    """Register the secrets of a configuration and of the environment: ``mask`` then masks their values in any text."""
     values = [value for value in _secrets_of(msgspec.to_builtins(configuration)) if len(value) >= MIN_LENGTH]
     for name, value in environment.items():
         found = [value] if is_secret(name) else _passwords(value)

@@ -20,21 +20,21 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the server: addresses, protocols, limits, security."""
 
     compat: str = ""
-    """System whose flags, environment variables, defaults and ports are accepted in addition to Penstock's (see
-    docs/dialects)."""
+    """System, such as vllm: its flags, environment variables, defaults and ports are used in addition to Penstock's
+    (see docs/dialects); empty: no system."""
     host: str = "127.0.0.1"
     """Address to listen on. With api_key or compat, the default is 0.0.0.0 (all addresses)."""
     port: Annotated[int, option(ge=-1, le=65535)] = 8000
     """TCP port for HTTP; -1: no HTTP (needs grpc_port), 0: any free port."""
     health_port: Annotated[int, option(ge=-1, le=65535)] = -1
-    """TCP port for health checks only; -1: none, 0: any free port."""
+    """TCP port for health checks only; -1: no separate port, 0: any free port."""
     metrics_aliases: Literal["off", "routers", "all"] = "all"
-    """Metrics that /metrics repeats under vLLM's names: off: none, routers: those that routers and autoscalers read,
-    all: also those that vLLM's dashboards show."""
+    """Metrics that /metrics repeats under vLLM's names: off: no metrics, routers: metrics that routers and autoscalers
+    read, all: also metrics that vLLM's dashboards show."""
     metrics_port: Annotated[int, option(ge=-1, le=65535)] = -1
-    """TCP port for metrics only; -1: none, 0: any free port."""
+    """TCP port for metrics only; -1: no separate port, 0: any free port."""
     grpc_port: Annotated[int, option(ge=-1, le=65535)] = -1
-    """TCP port for KServe's gRPC API; -1: none, 0: any free port."""
+    """TCP port for KServe's gRPC API; -1: no gRPC, 0: any free port."""
     prefill_instances: tuple[str, ...] = ()
     """Prefill instances of a router (role router), each as host:port of its engine_address, or http://host:port of its
     server."""
@@ -57,7 +57,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     exclude_input_in_output: bool = False
     """Default of the parameter exclude_input_in_output of requests to KServe models."""
     max_beam_width: Annotated[int, option(ge=1, le=MAX_SEQUENCES)] = MAX_SEQUENCES
-    """Maximum beam_width of requests to KServe models."""
+    """Maximum of the parameter beam_width in requests to KServe models."""
     allow_shared_memory: bool = False
     """Let clients register system shared memory (KServe) even if the server listens on other than loopback addresses.
     Clients can then read and write any POSIX shared memory object that the server can."""
@@ -71,27 +71,27 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     model_control_mode: Literal["none", "explicit"] = "none"
     """explicit: clients may load and unload models (KServe); none: they may not."""
     load_model: tuple[str, ...] = ()
-    """Models to load at the start with model_control_mode explicit; *: all, none: no model."""
+    """Models to load at the start with model_control_mode explicit; *: all models. By default, no model is loaded."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model in the API; empty: the value of model."""
     require_model: bool = False
-    """Reject OpenAI API requests without a model."""
+    """Reject OpenAI API requests without the field model; otherwise the first model is used."""
     api_server_count: Annotated[int, option(ge=1)] = 1
     """Number of API processes."""
     api_key: tuple[str, ...] = ()
-    """API keys, one of which each request must have; empty: no authentication."""
+    """API keys: each request must have one of them; empty: no authentication."""
     admin_api_key: tuple[str, ...] = ()
     """API keys that may also change the server for all clients: log and trace settings, loading of models and adapters,
-    sleep, pause, prefix cache. Without any, a single api_key may; if there are several, none of them may."""
+    sleep, pause, prefix cache. If empty, api_key has this right if it is a single key; several keys do not have it."""
     share_prefix_cache: bool = False
     """With several API keys, share cached prefixes between them. By default each key has a separate prefix cache, as
-    cached_tokens and the time to first token would reveal prompts of others."""
+    cached_tokens and the time to first token would reveal prompts of other keys."""
     max_concurrency: Annotated[int, option(ge=1)] = 4096
     """Maximum number of open requests of an API process; further requests are rejected."""
     request_timeout: Annotated[float, option("seconds", ge=0)] = 0.0
     """Maximum duration of a request; 0: no limit."""
     disable_streaming: bool = False
-    """Send a stream's content at once at its end, which takes less work than token by token."""
+    """Send the whole content of a stream at its end, which takes less work than sending each token."""
     template_text: bool = True
     """Render PaddleNLP's `text` as a user message with the chat template, if the model has one; otherwise continue the
     text."""
@@ -116,7 +116,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_header_size: Annotated[int, option("bytes", ge=256)] = 64 * 2**10
     """Maximum total size of a request's headers."""
     root_path: str = ""
-    """Prefix of all paths behind a proxy, such as /llm; paths without it are served, too."""
+    """Prefix of all paths at a proxy, such as /llm; paths without the prefix are also served."""
     ssl_certfile: str = ""
     """Certificate chain (PEM) for HTTPS; empty: HTTP."""
     ssl_keyfile: str = ""
@@ -138,10 +138,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     storage_retention: Annotated[float, option("days", gt=0)] = 30.0
     """Time after which stored objects are deleted."""
     storage_quota: str = ""
-    """Limits of what each API key may store, any of: bytes=10G,files=1000,responses=100000,conversations=1000,batches=5
-    (batches: unfinished ones); empty: no limits."""
+    """Limits of each API key's stored objects, one or more of bytes=10G,files=1000,responses=100000,conversations=1000,
+    batches=5 (unfinished batches); empty: no limits."""
     storage_limit: str = ""
-    """Limits of what all API keys together may store, in the same form as storage_quota; empty: no limits."""
+    """Limits of the stored objects of all API keys together, in the form of storage_quota; empty: no limits."""
     max_conversation_items: Annotated[int, option(ge=1)] = 10_000
     """Maximum number of items of a stored conversation (/v1/conversations)."""
     max_conversation_bytes: Annotated[int, option("bytes", ge=1)] = 64 * 2**20
@@ -174,13 +174,14 @@ class LogOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of logs and traces."""
 
     log_level: LogLevel = "info"
-    """Minimum level; debug includes health checks."""
+    """Minimum level of log lines; at debug, health checks are logged, too."""
     log_format: Literal["text", "json"] = "text"
-    """Text lines, or one JSON object per line."""
+    """Format of log lines: text, or one JSON object per line."""
     log_file: str = ""
-    """File to which the log is appended, in addition to standard error; empty: none."""
+    """File to which the log is appended, in addition to standard error; empty: no file."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector that receives traces of requests: http://HOST:4317 (gRPC) or http://HOST:4318/v1/traces
     (HTTP); empty: no traces."""
     trace_sampling_ratio: Annotated[float, option(ge=0, le=1)] = 1.0
-    """Share of requests to trace, of those without a traceparent header, whose sampled flag decides otherwise."""
+    """Share of traced requests among those without a traceparent header. If a request has the header, its sampled flag
+    decides."""

@@ -23,11 +23,11 @@ from .secrets import is_secret
 
 @dataclass(frozen=True)
 class Setting:
-    """One option of the configuration."""
+    """Metadata of one option of the configuration."""
 
     section: str
     schema: type
-    """Class of the section."""
+    """Class of the section, such as ``EngineOptions``."""
     name: str
     annotated: Any
     """Annotated type with bounds, for ``msgspec.convert``."""
@@ -79,7 +79,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def settings_of(schema: type[msgspec.Struct], section: str = "") -> Iterator[Setting]:
-    """Options of a class."""
+    """Options of a configuration class, in the order of its fields."""
     for field in msgspec.structs.fields(schema):
         hint = field.type
         plain, meta = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint, option())

@@ -57,8 +57,8 @@ def read(
     Args:
         flags: values of Penstock's flags, by option.
         file: a YAML file of options by name, with ``_`` or ``-``, at the top level or under their section. Names at the
-            top level may also be the profile's flags, as in vLLM's and FastDeploy's files; if a name is both, a
-            selected profile takes precedence.
+            top level may also be the profile's flags, as in vLLM's and FastDeploy's files. A name of both an option
+            and a flag is the flag if a profile is selected, otherwise the option.
         environment: environment variables; an option's is ``PENSTOCK_`` and the name in capitals, with values separated
             by commas.
         aliases: values of the profile's flags, as text.
@@ -188,7 +188,7 @@ def _flags_in_file(document: dict[Any, Any], profile: Profile) -> dict[str, str]
         del document[key]
         alias = profile.flags[name]
         if value is None or (alias.switch and value is False):
-            continue  # the flag is not given
+            continue  # null, or false for a switch: the flag is not set
         if isinstance(value, list) and alias.several:
             found[name] = ",".join(map(str, value))
         elif isinstance(value, str):

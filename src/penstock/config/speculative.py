@@ -43,11 +43,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def __post_init__(self) -> None:
         if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise invalid("speculative_config", "prompt_lookup_min must be at most prompt_lookup_max")
+            message = f"prompt_lookup_min ({self.prompt_lookup_min}) must be at most prompt_lookup_max"
+            raise invalid("speculative_config", f"{message} ({self.prompt_lookup_max})")
         if self.model and self.method in ("ngram", "mtp"):
-            raise invalid("speculative_config", f"model cannot be set with the method {self.method}")
+            raise invalid("speculative_config", f"model cannot be set with the method {self.method}: unset one of them")
         if self.tree is None and self.num_speculative_tokens > MAX_DEPTH:
-            raise invalid("speculative_config", f"num_speculative_tokens must be at most {MAX_DEPTH}", MAX_DEPTH)
+            message = f"num_speculative_tokens must be at most {MAX_DEPTH}, is {self.num_speculative_tokens}"
+            raise invalid("speculative_config", message, MAX_DEPTH)
 
     @cached_property
     def tree(self) -> TokenTree | None:
@@ -64,7 +66,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         ((name, given),) = trees.items()
         kind = name.removesuffix("_choices") if name.endswith("_choices") else ""
         if self.method in ("ngram", "draft_model") or (kind not in self.method and self.method):
-            raise invalid("speculative_config", f"{name} cannot be set with the method {self.method}")
+            raise invalid(
+                "speculative_config", f"{name} cannot be set with the method {self.method}: unset one of them"
+            )
         try:
             return TokenTree.read(given) if isinstance(given, str) else TokenTree(given)
         except ValueError as error:

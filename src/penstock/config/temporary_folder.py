@@ -1,4 +1,4 @@
-"""Temporary folders, with cleanup of those that killed processes left behind."""
+"""Temporary folders, and removal of the folders of killed processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_LENGTH = 80
 class TemporaryFolder:
     """A folder in the system's temporary folder, removed by ``close``.
 
-    The constructor also removes folders of processes that were killed, whose locks the kernel has released.
+    The constructor also removes the folders of killed processes, as the kernel has released their locks.
 
     Args:
         kind: prefix of the folder's name, after ``penstock-``.
@@ -60,7 +60,7 @@ class TemporaryFolder:
 def _sweep(parent: Path) -> None:
     """Remove this user's folders with an unlocked lock file."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # no lock file, or removed by another process
+        with contextlib.suppress(OSError):  # the folder has no lock file, or another process removed it
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             if (lock := _locked(folder, 0)) is not None:

@@ -25,10 +25,11 @@ class TokenTree:
 
     def __init__(self, paths: Iterable[Sequence[int]]) -> None:
         nodes = sorted({tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)})
-        if not nodes or len(nodes) > MAX_NODES or max(map(len, nodes)) > MAX_DEPTH:
-            raise ValueError(f"a tree has 1 to {MAX_NODES} nodes, and a depth of at most {MAX_DEPTH}")
+        self.depth = max(map(len, nodes), default=0)
+        if not nodes or len(nodes) > MAX_NODES or self.depth > MAX_DEPTH:
+            found = f"the tree has {len(nodes)} nodes and depth {self.depth}"
+            raise ValueError(f"{found}; it must have 1 to {MAX_NODES} nodes, and at most depth {MAX_DEPTH}")
         self.nodes = nodes
-        self.depth = max(map(len, nodes))
         index = {node: i for i, node in enumerate(nodes)}
         self.parents = [index.get(node[:-1], -1) for node in nodes]
         """Index of each node's parent; -1 for children of the root."""
@@ -44,11 +45,11 @@ class TokenTree:
         return cls([int(number) for number in re.findall(r"\d+", path)] for path in NUMBER_LISTS.findall(text))
 
     def up_to(self, depth: int) -> TokenTree:
-        """Return the tree of nodes up to a depth of at least 1."""
+        """Return the tree of the nodes up to ``depth``, which must be at least 1."""
         return self if depth >= self.depth else TokenTree([node for node in self.nodes if len(node) <= depth])
 
     def scratch_blocks(self, block_size: int) -> int:
-        """Maximum of ``scratch_blocks`` over all positions in a block at which the tree can begin."""
+        """Maximum number of additional KV blocks (``scratch_blocks``), over all positions of the tree in a block."""
         return max(scratch_blocks(self.parents, length, block_size) for length in range(1, block_size + 1))
 
 

@@ -11,13 +11,13 @@ class DecodingRules(msgspec.Struct, frozen=True, array_like=True):
     eos: int
     """End-of-text token. All text tokens have smaller ids."""
     forced: tuple[tuple[int, ...], ...] = ()
-    """For each of the first output tokens, the candidates; the most likely one is generated."""
+    """Allowed token ids of each of the first output tokens, of which the most likely one is generated."""
     suppressed: tuple[int, ...] = ()
     """Tokens that are never generated."""
     suppressed_first: tuple[int, ...] = ()
     """Tokens that are not generated directly after ``forced``."""
     timestamp_begin: int = 0
-    """Token of timestamp 0.00, followed by those of later timestamps; 0: no timestamps."""
+    """Token of timestamp 0.00; the tokens of later timestamps follow it. 0: no timestamps."""
     max_initial_timestamp: int = 50
     """Largest value of the first timestamp, in steps of 0.02 seconds."""
 
@@ -35,7 +35,7 @@ class Alignment(msgspec.Struct, frozen=True, array_like=True):
     start: int
     """Index in the prompt of the transcript's first token."""
     length: int
-    """Number of leading hidden states of the window that hold the recording; the others are padding."""
+    """Number of leading hidden states of the window that hold the recording; the remaining states are padding."""
 
 
 class AudioInput(msgspec.Struct, frozen=True, array_like=True):
@@ -44,7 +44,9 @@ class AudioInput(msgspec.Struct, frozen=True, array_like=True):
     features: bytes
     """``[bins, frames]`` float32."""
     bins: int
+    """Number of mel bins."""
     frames: int
+    """Number of mel frames."""
     rules: DecodingRules
     key: bytes = b""
     """Random id of the audio. Workers may encode it once for all requests with the same id; empty: no sharing."""

@@ -13,18 +13,18 @@ from msgspec.structs import force_setattr
 class Code(StrEnum):
     """Error codes."""
 
-    INVALID = "invalid"  # a wrong value
+    INVALID = "invalid"  # a value is wrong
     UNSUPPORTED = "unsupported"  # a valid request that this build or model does not support
     TOO_LARGE = "too_large"  # the body has too many bytes
     TOO_LONG = "too_long"  # the prompt has more tokens (value) than the context holds (limit)
     UNAUTHORIZED = "unauthorized"  # the API key is missing or wrong
-    NOT_FOUND = "not_found"  # no model, adapter or request of that name
+    NOT_FOUND = "not_found"  # no model, adapter or request has this name
     NOT_ALLOWED = "not_allowed"  # the path exists, but not for this HTTP method
     OVERLOADED = "overloaded"  # the queue is full; a later attempt may succeed
     TIMEOUT = "timeout"  # the deadline has passed
-    CANCELLED = "cancelled"  # by the client, or because it disconnected
+    CANCELLED = "cancelled"  # the client cancelled the request, or disconnected
     UNAVAILABLE = "unavailable"  # the engine is starting, stopping or was restarted
-    INTERNAL = "internal"  # a bug
+    INTERNAL = "internal"  # a bug of the server
 
 
 RETRYABLE = frozenset((Code.OVERLOADED, Code.UNAVAILABLE))
@@ -32,13 +32,13 @@ RETRYABLE = frozenset((Code.OVERLOADED, Code.UNAVAILABLE))
 
 
 MAX_MESSAGE = 480
-"""Maximum characters of an error message: 500 with the command's name in front."""
+"""Maximum characters of an error message. With the command's name as a prefix, a printed line has at most 500."""
 MAX_FIELD = 120
 """Maximum characters of ``Failure.field``."""
 MAX_WORD = 120
-"""Maximum characters without a space in a message that is shortened."""
+"""Maximum characters of a word in a shortened message."""
 MAX_LONG_MESSAGE = 100 * MAX_MESSAGE
-"""Maximum characters of a message that are searched for secrets and long words; the rest is cut first."""
+"""A message is cut to this number of characters before it is searched for secrets and long words."""
 LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
 
 
@@ -46,7 +46,7 @@ _mask: Callable[[str], str] = str
 
 
 def mask_long_messages(mask: Callable[[str], str]) -> None:
-    """Set the function that masks secrets in a message before it is shortened; a cut secret would not be found."""
+    """Set the function that masks secrets in a message before it is shortened: it would not find a cut secret."""
     global _mask
     _mask = mask
 
@@ -76,6 +76,7 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
 
     code: Code
     message: str
+    """Text for the user, up to ``MAX_MESSAGE`` characters."""
     field: str = ""
     """Name of the invalid parameter (``top_p``)."""
     limit: float | None = None
@@ -92,6 +93,7 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def retryable(self) -> bool:
+        """True if the same request may succeed later."""
         return self.code in RETRYABLE
 
 
@@ -114,14 +116,15 @@ class PenstockError(Exception):
 
     @classmethod
     def of(cls, failure: Failure) -> PenstockError:
+        """Exception for existing error data."""
         return cls(failure.code, failure.message, failure.field, failure.limit, failure.value)
 
 
 def invalid(field: str, message: str, limit: float | None = None) -> PenstockError:
-    """Error for an invalid value of ``field``."""
+    """Error ``invalid`` for the parameter ``field``. ``message`` is a predicate: "must be at least 1, is 0"."""
     return PenstockError(Code.INVALID, f"{field}: {message}", field, limit)
 
 
 def too_long(field: str, message: str, tokens: int, maximum: int) -> PenstockError:
-    """Error for a prompt longer than the context or the server's limit."""
+    """Error ``too_long`` for a prompt of ``tokens`` tokens, with the maximum of the context or the server."""
     return PenstockError(Code.TOO_LONG, f"{field}: {message}", field, maximum, tokens)

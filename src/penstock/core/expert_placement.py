@@ -1,8 +1,8 @@
 """Placement of experts on expert-parallel ranks: contiguous, or planned from the experts' load.
 
 The plan is that of DeepSeek's EPLB (DeepSeek-AI, 2025) for one group of ranks: the experts with the most tokens per
-replica get another replica; then replicas are assigned to the least loaded ranks, the heaviest first. The terms are
-those of expert parallel load balancing in vLLM: a redundant expert is an additional replica; balancedness is the mean
+replica get another replica; then replicas are assigned to the least loaded ranks, the heaviest first. Terms are used
+as in vLLM's expert parallel load balancing: a redundant expert is an additional replica; balancedness is the mean
 load over the maximum.
 """
 
@@ -24,7 +24,7 @@ Ranks = list[list[int]]
 
 
 class ExpertPlacement(msgspec.Struct, kw_only=True):
-    """The experts of each rank in a model's layers."""
+    """Placement of a model's experts, by layer."""
 
     num_experts: int
     layers: dict[int, Ranks]
@@ -32,12 +32,13 @@ class ExpertPlacement(msgspec.Struct, kw_only=True):
 
 
 class ExpertLoadReport(msgspec.Struct, kw_only=True):
-    """Number of tokens routed to each expert."""
+    """Report of ``/expert_load``: number of tokens routed to each expert."""
 
     num_experts: int
     layers: dict[int, list[int]]
     """Token counts ``[experts]`` by layer."""
     model: str = ""
+    """Name of the served model."""
 
 
 def contiguous_placement(num_experts: int, ranks: int) -> Ranks:
@@ -47,7 +48,7 @@ def contiguous_placement(num_experts: int, ranks: int) -> Ranks:
 
 
 def even_placement(num_experts: int, ranks: int, redundant: int = 0) -> Ranks:
-    """Placement without a load report: contiguous, or with redundant experts, planned for equally loaded experts."""
+    """Placement without a load report: contiguous, or if there are redundant experts, planned for equal loads."""
     return place([1] * num_experts, ranks, redundant) if redundant else contiguous_placement(num_experts, ranks)
 
 
@@ -58,7 +59,7 @@ def place(load: Sequence[int], ranks: int, redundant: int = 0) -> Ranks:
         load: number of tokens of each expert.
         redundant: total number of replicas in addition to one per expert.
 
-    Raises ``PenstockError`` (``invalid``) as ``check_sizes``.
+    Raises ``PenstockError`` (``invalid``) for too many ranks or replicas (``check_sizes``).
     """
     check_sizes(len(load), ranks, redundant)
     replicas = [1] * len(load)
@@ -77,7 +78,7 @@ def place(load: Sequence[int], ranks: int, redundant: int = 0) -> Ranks:
 
 def _add(placement: Ranks, totals: list[float], rooms: Sequence[int], expert: int, shares: Sequence[float]) -> None:
     """Assign a replica to the least loaded rank that has room and does not have the expert yet. If all ranks with room
-    have it, assign it to a full rank, which first moves one of its experts to a rank with room."""
+    have the expert, assign the replica to a full rank, after moving one of that rank's experts to a rank with room."""
     ranks = range(len(placement))
     open_ranks = [rank for rank in ranks if len(placement[rank]) < rooms[rank]]
     target = min((rank for rank in open_ranks if expert not in placement[rank]), key=totals.__getitem__, default=None)
@@ -100,7 +101,7 @@ def rank_loads(load: Sequence[int], placement: Ranks) -> list[float]:
 
 
 def balancedness(loads: Sequence[float]) -> float:
-    """Mean over maximum of the ranks' loads: 1 if balanced (or without load), lower the longer ranks wait for one."""
+    """Mean load of the ranks divided by their maximum: 1 if all loads are equal (or 0), lower if one rank has more."""
     return sum(loads) / len(loads) / max(loads) if any(loads) else 1.0
 
 
@@ -116,14 +117,15 @@ def check_sizes(num_experts: int, ranks: int, redundant: int = 0) -> None:
     """Raise ``PenstockError`` (``invalid``) if there are more ranks than experts, or more replicas than one per expert
     and rank."""
     if num_experts < ranks:
-        raise invalid("enable_expert_parallel", f"{ranks} ranks cannot share {num_experts} experts", num_experts)
+        message = f"{ranks} ranks cannot share {num_experts} experts: use at most {num_experts} ranks"
+        raise invalid("enable_expert_parallel", message, num_experts)
     if redundant > (most := num_experts * (ranks - 1)):
         message = f"must be at most {most}, is {redundant}: each of {ranks} ranks holds an expert at most once"
         raise invalid("num_redundant_experts", message, most)
 
 
 def read_placement(path: str, num_experts: int, ranks: int, redundant: int = 0) -> ExpertPlacement:
-    """Read a file of ``penstock plan experts``.
+    """Read a placement file written by ``penstock plan experts``.
 
     Args:
         redundant: required number of redundant experts in each layer; 0: any number.
@@ -133,19 +135,25 @@ def read_placement(path: str, num_experts: int, ranks: int, redundant: int = 0) 
     field = "expert_placement"
     found = _read(path, ExpertPlacement, field)
     if found.num_experts != num_experts:
-        raise invalid(field, f"{path} is for {found.num_experts} experts, and the model has {num_experts}")
+        message = f"{path} is for {found.num_experts} experts, and the model has {num_experts}: plan it for this model"
+        raise invalid(field, message)
     for layer, placement in found.layers.items():
         where = f"{path}, layer {layer}:"
         if len(placement) != ranks:
             message = f"{where} is for {len(placement)} ranks, not {ranks}: run penstock plan experts for {ranks} ranks"
             raise invalid(field, message, ranks)
-        if any(len(set(own)) < len(own) for own in placement) or not all(placement):
-            raise invalid(field, f"{where} a rank has no experts, or the same expert twice")
-        if {expert for own in placement for expert in own} != set(range(num_experts)):
-            raise invalid(field, f"{where} must place each of the experts 0 to {num_experts - 1}, and no others")
+        for rank, experts in enumerate(placement):
+            if not experts or len(set(experts)) < len(experts):
+                raise invalid(field, f"{where} rank {rank} must have at least one expert, each once, has {experts}")
+        if unexpected := {expert for experts in placement for expert in experts} ^ set(range(num_experts)):
+            raise invalid(
+                field,
+                f"{where} must place the experts 0 to {num_experts - 1}; missing or unknown: {sorted(unexpected)}",
+            )
         more = sum(map(len, placement)) - num_experts
         if redundant not in (0, more):
-            raise invalid("num_redundant_experts", f"{where} has {more} redundant experts: set {more} or 0", more)
+            message = f"is {redundant}, but {where} has {more} redundant experts: set {more} or 0"
+            raise invalid("num_redundant_experts", message, more)
     return found
 
 
@@ -163,10 +171,13 @@ def num_redundant_experts(path: str, count: int) -> int:
 def read_load(path: str) -> ExpertLoadReport:
     """Read a report saved from ``/expert_load``. Raises ``PenstockError`` (``invalid``) for any other file."""
     report = _read(path, ExpertLoadReport, "load")
-    if not report.layers or any(len(load) != report.num_experts for load in report.layers.values()):
-        raise invalid("load", f"{path} has no layers, or a layer whose number of experts is not {report.num_experts}")
-    if any(count < 0 for load in report.layers.values() for count in load):
-        raise invalid("load", f"{path} has negative token counts")
+    if not report.layers:
+        raise invalid("load", f"{path} has no layers: save it from /expert_load again")
+    for layer, load in report.layers.items():
+        if len(load) != report.num_experts:
+            raise invalid("load", f"{path}, layer {layer}: has {len(load)} experts, not {report.num_experts}")
+        if (lowest := min(load, default=0)) < 0:
+            raise invalid("load", f"{path}, layer {layer}: has the token count {lowest}; counts are at least 0")
     return report
 
 
@@ -178,7 +189,7 @@ def _read(path: str, kind: type[T], field: str) -> T:
 
 
 def plan(report: ExpertLoadReport, ranks: int, redundant: int = 0) -> ExpertPlacement:
-    """Plan the placement of all layers of a load report. Raises ``PenstockError`` as ``place``."""
+    """Plan the placement of all layers of a load report. Raises the errors of ``place``."""
     layers: Mapping[int, list[int]] = report.layers
     planned = {layer: place(load, ranks, redundant) for layer, load in layers.items()}
     return ExpertPlacement(num_experts=report.num_experts, layers=planned)

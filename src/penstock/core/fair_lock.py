@@ -19,6 +19,7 @@ class FairLock:
         """Waiters by client, in the order in which clients are served."""
 
     async def acquire(self, client: str) -> None:
+        """Wait for the client's turn."""
         if self._free:
             self._free -= 1
             return
@@ -32,12 +33,13 @@ class FairLock:
             raise
 
     def release(self) -> None:
+        """Pass the turn to the next client that waits."""
         while self._waiting:
             client = next(iter(self._waiting))
             turns = self._waiting.pop(client)
             turn = turns.popleft()
             if turns:
-                self._waiting[client] = turns  # after the other clients
+                self._waiting[client] = turns  # moves the client to the end of the order
             if not turn.done():
                 turn.set_result(None)
                 return

@@ -15,18 +15,20 @@ MAX_CHARACTERS = 65_536
 MAX_TEXT = 4 * MAX_CHARACTERS
 """Maximum characters of a schema including insignificant whitespace; a longer text is not parsed."""
 MAX_CHOICES = 4096
+"""Maximum number of entries of ``choice``."""
 LLGUIDANCE_OPTIONS = {"lenient": False, "json_allowed_escapes": '"\\bfnrt'}
 """Options of llguidance: reject unsupported keywords, and do not generate ``\\u`` escapes, which could disguise a
 property name."""
 GuidedBackend = Literal["auto", "llguidance", "guidance", "xgrammar", "outlines", "lm-format-enforcer", "off"]
 """Guided decoding backends of vLLM and FastDeploy. All values except ``off`` select llguidance."""
 JSON_CONSTRAINTS = ("json", "json_object", "structural_tag")
+"""Constraints for which the output contains JSON."""
 CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 """Fields of ``GuidedDecodingParams`` that are mutually exclusive."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """Vocabulary for guided decoding."""
+    """The tokenizer's data from which guided decoding builds token masks."""
 
     tokenizer: str
     """Content of a ``tokenizer.json``."""
@@ -37,14 +39,14 @@ class Vocabulary(msgspec.Struct, frozen=True):
 class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A constraint on the whole output.
 
-    Raises ``PenstockError`` (``invalid``) unless exactly one constraint is given, of the right type. Other unsupported
-    schemas are rejected when the engine compiles the constraint.
+    Raises ``PenstockError`` (``invalid``) unless exactly one constraint is given, of the right type. Most unsupported
+    schemas are only rejected later, when the engine compiles the constraint.
     """
 
     json: Any = None
     """A JSON Schema (draft 2020-12): text, an object, or a pydantic model."""
     json_object: bool = False
-    """Any JSON object."""
+    """Allow any JSON object."""
     regex: str | None = None
     """A regular expression for the whole output, in the syntax of Rust's ``regex``, without lookaround."""
     choice: tuple[str, ...] | None = None
@@ -73,9 +75,9 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
         if isinstance(self.choice, list):
             msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
         if self.choice is not None and (not self.choice or not all(isinstance(c, str) and c for c in self.choice)):
-            raise invalid("guided_choice", "must have at least one string, and no empty ones")
-        if len(self.choice or ()) > MAX_CHOICES:
-            raise invalid("guided_choice", f"must have at most {MAX_CHOICES} entries", MAX_CHOICES)
+            raise invalid("guided_choice", f"must be one or more non-empty strings, is {list(self.choice)!r:.100}")
+        if (count := len(self.choice or ())) > MAX_CHOICES:
+            raise invalid("guided_choice", f"must have at most {MAX_CHOICES} entries, has {count}", MAX_CHOICES)
         for name in ("regex", "grammar", "whitespace_pattern"):
             if (value := getattr(self, name)) is not None and not isinstance(value, str):
                 raise invalid(f"guided_{name}", f"must be a string, is {type(value).__name__}")
@@ -87,8 +89,8 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
             raise invalid("guided_whitespace_pattern", "cannot be combined with disable_any_whitespace")
         if (self.disable_any_whitespace or self.whitespace_pattern is not None) and given[0] not in JSON_CONSTRAINTS:
             raise invalid("guided_whitespace_pattern", f"requires a JSON constraint, not {given[0]}")
-        if self.characters > MAX_CHARACTERS:
-            raise invalid(self.field, f"must have at most {MAX_CHARACTERS} characters", MAX_CHARACTERS)
+        if (length := self.characters) > MAX_CHARACTERS:
+            raise invalid(self.field, f"must have at most {MAX_CHARACTERS} characters, has {length}", MAX_CHARACTERS)
 
     @property
     def field(self) -> str:
@@ -110,6 +112,7 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
 
     @property
     def characters(self) -> int:
+        """Number of characters of the constraint and its whitespace pattern."""
         texts = (self.json, self.regex, self.grammar, self.structural_tag, self.whitespace_pattern)
         return sum(len(text) for text in (*texts, *(self.choice or ())) if text)
 
@@ -151,36 +154,39 @@ def schema_to_json(field: str, schema: Any, is_schema: bool = True) -> str:
         schema: a JSON object, its text, or a pydantic model.
         is_schema: remove annotations (``drop_annotations``); False for a structural tag, which contains schemas.
 
-    Raises ``PenstockError``: ``invalid`` for any other value, ``unsupported`` as ``check_schema`` does.
+    Raises ``PenstockError``: ``invalid`` for any other value, ``unsupported`` for a schema that ``check_schema``
+    rejects.
     """
     if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
     try:
         given = schema if isinstance(schema, str) else json.dumps(schema)
         if len(given) > MAX_TEXT:
-            raise invalid(field, f"must have at most {MAX_CHARACTERS} characters", MAX_CHARACTERS)
+            message = f"must have at most {MAX_CHARACTERS} characters, has {len(given)}"
+            raise invalid(field, message, MAX_CHARACTERS)
         parsed = json.loads(given, parse_float=_integer_or_float)
     except (ValueError, TypeError, RecursionError) as error:
         raise invalid(field, f"is not JSON: {error}") from error
     if isinstance(parsed, bool):
         parsed = {} if parsed else {"not": {}}
     if not isinstance(parsed, dict):
-        raise invalid(field, "must be a JSON object")
+        raise invalid(field, f"must be a JSON object, is {parsed!r:.50}")
     if is_schema:
         parsed = clean_schema(field, parsed)
     try:
         check_schema(field, parsed)
         return json.dumps(parsed)
     except RecursionError as error:
-        raise invalid(field, "is nested too deeply") from error
+        raise invalid(field, "is nested too deeply; reduce its nesting") from error
 
 
 def clean_schema(field: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """Call ``drop_annotations``; raise ``PenstockError`` (``invalid``) for a malformed schema."""
+    """Copy a schema without annotations (``drop_annotations``). Raises ``PenstockError`` (``invalid``) if it is
+    malformed."""
     try:
         return drop_annotations(schema)
     except RecursionError as error:
-        raise invalid(field, "is nested too deeply") from error
+        raise invalid(field, "is nested too deeply; reduce its nesting") from error
     except ValueError as error:
         raise invalid(field, f"is not a valid JSON Schema: {error}") from error
 
@@ -188,16 +194,17 @@ def clean_schema(field: str, schema: dict[str, Any]) -> dict[str, Any]:
 def check_schema(field: str, part: Any) -> None:
     """Raise ``PenstockError`` (``unsupported``) for constraints that llguidance would not enforce.
 
-    ``minProperties`` above the number of required properties: an additional name may be generated twice, and would
-    count twice. Control characters: they need ``\\u`` escapes (see ``LLGUIDANCE_OPTIONS``).
+    These are ``minProperties`` above the number of required properties (an additional name may be generated twice, and
+    would count twice), and control characters, which need ``\\u`` escapes (see ``LLGUIDANCE_OPTIONS``).
     """
     if isinstance(part, dict):
         minimum, required = part.get("minProperties"), part.get("required")
         if isinstance(minimum, int) and minimum > (len(required) if isinstance(required, list) else 0):
-            message = f"{field}: not supported: minProperties above the number of required properties"
-            raise PenstockError(Code.UNSUPPORTED, message, field)
+            message = f"not supported: minProperties {minimum} above the number of required properties"
+            raise PenstockError(Code.UNSUPPORTED, f"{field}: {message}", field)
     if isinstance(part, str) and any(c < " " and c not in "\b\f\n\r\t" for c in part):
-        raise PenstockError(Code.UNSUPPORTED, f"{field}: not supported: control characters in strings", field)
+        message = f"{field}: not supported: control characters in strings, such as {part!r:.50}"
+        raise PenstockError(Code.UNSUPPORTED, message, field)
     for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
         check_schema(field, inner)
 

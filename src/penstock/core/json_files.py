@@ -13,7 +13,7 @@ def read_text_file(path: Path, field: str = "model") -> str:
     """Read a UTF-8 file. Raises ``PenstockError`` (``invalid``) if it cannot be read, or is not UTF-8.
 
     Args:
-        field: name of the option that is set to the file, for errors.
+        field: name of the option with the file's path, for errors.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -21,7 +21,7 @@ def read_text_file(path: Path, field: str = "model") -> str:
         raise invalid(field, f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
     except UnicodeDecodeError as error:
         raise invalid(field, f"{path} is damaged: byte {error.start} is not UTF-8; download it again") from error
-    except ValueError as error:  # a name with a zero byte
+    except ValueError as error:  # the path contains a zero byte
         raise invalid(field, f"{path} cannot be read: {error}") from error
 
 

@@ -11,6 +11,7 @@ FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uri u
 SCHEMA_MAPS = frozenset("properties patternProperties $defs definitions dependentSchemas".split())
 """Keywords whose value maps names to schemas."""
 SCHEMA_LISTS = frozenset("allOf anyOf oneOf prefixItems".split())
+"""Keywords whose value is a list of schemas."""
 SCHEMAS = frozenset(
     "items additionalItems additionalProperties unevaluatedItems unevaluatedProperties propertyNames contains not if "
     "then else".split()
@@ -21,6 +22,7 @@ ASSERTIONS = frozenset(
     "minItems maxItems uniqueItems minContains maxContains minProperties maxProperties required dependentRequired "
     "dependencies".split()
 )
+"""Keywords that constrain a value without a subschema."""
 NUMBERS = "multipleOf minimum maximum minLength maxLength minItems maxItems minContains maxContains minProperties "
 TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(SCHEMA_MAPS | {"dependentRequired", "dependencies"}, (dict, "an object")),
@@ -35,10 +37,11 @@ TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
 }
 """Python types of a keyword's value, and a description for errors."""
 REFERENCES = frozenset("$ref $dynamicRef $recursiveRef $schema $id id $anchor $dynamicAnchor $recursiveAnchor".split())
+"""Keywords that refer to a schema, or identify one."""
 KEYWORDS = SCHEMA_MAPS | SCHEMA_LISTS | SCHEMAS | ASSERTIONS | REFERENCES
 """Keywords of drafts 4 to 2020-12 that constrain a value, or identify a schema. All others are annotations."""
 EVALUATING = frozenset("unevaluatedItems unevaluatedProperties contains minContains maxContains if then else".split())
-"""Keywords that, even if they allow every instance, mark properties or items as evaluated (for ``unevaluated…``)."""
+"""Keywords that mark properties or items as evaluated (for ``unevaluated…``) even if they allow every instance."""
 ANY: tuple[Any, ...] = (True, {})
 """Schemas that allow every value."""
 
@@ -46,7 +49,7 @@ ANY: tuple[Any, ...] = (True, {})
 def drop_annotations(schema: dict[str, Any]) -> dict[str, Any]:
     """Copy a JSON Schema (draft 4 to 2020-12) without annotations.
 
-    Removed are unknown keywords, formats that are not enforced, keywords whose value allows every instance
+    The copy lacks unknown keywords, formats that are not enforced, keywords whose value allows every instance
     (``uniqueItems: false``), and keywords with a null value.
 
     Raises ``ValueError`` for a keyword whose value has the wrong type, ``RecursionError`` for a schema that is nested
@@ -72,6 +75,7 @@ class _Cleaner:
     """True if no keyword of the schema depends on which properties and items other keywords evaluate."""
 
     def schema(self, part: Any) -> Any:
+        """Copy a schema. Raises ``ValueError`` if it is neither an object nor a bool, or a keyword has a wrong type."""
         if not isinstance(part, dict):
             if not isinstance(part, bool):
                 raise ValueError(f"a schema must be an object, is {part!r:.50}")
@@ -122,7 +126,7 @@ class _Cleaner:
         return self.schema(value) if name in SCHEMAS else value
 
     def _container(self, value: Any) -> Any:
-        """Copy an unknown keyword's value, in which only targets of references are schemas."""
+        """Copy the value of an unknown keyword: the targets of references in it as schemas, all else unchanged."""
         if id(value) in self.targets:
             return self.schema(value)
         if isinstance(value, dict):

@@ -11,6 +11,7 @@ class LoRARequest(msgspec.Struct, frozen=True):
     """LoRA adapter of a prompt, as in vLLM."""
 
     lora_name: str
+    """Name of the adapter, as in ``lora_modules``."""
     lora_int_id: int = 0
     """Ignored; accepted for compatibility with vLLM."""
     lora_path: str = ""
@@ -26,6 +27,6 @@ def parse_lora_modules(lora_modules: tuple[str, ...]) -> dict[str, str]:
         if not equals or not name or not path:
             raise invalid("lora_modules", f"{entry!r} does not have the form name=folder")
         if name in result:
-            raise invalid("lora_modules", f"{name!r} is given twice")
+            raise invalid("lora_modules", f"{name!r} is given twice; use a different name for each adapter")
         result[name] = path
     return result

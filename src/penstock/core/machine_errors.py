@@ -7,7 +7,7 @@ import traceback
 
 from .errors import Code, Failure
 
-REASONS = {
+REASONS = {  # descriptions by errno
     errno.ENOSPC: "a disk is full",
     errno.EDQUOT: "a disk quota is used up",
     errno.EFBIG: "a file would exceed the file size limit (ulimit -f)",
@@ -24,18 +24,18 @@ PHRASES = {
 }
 """Phrases in lower-case messages of errors that have no errno."""
 PROCESS_STARTERS = ("subprocess.py", "process.pyx", "popen_fork.py")
-"""Files of Python and uvloop that start processes. ``EAGAIN`` raised elsewhere is about sockets or locks."""
+"""Files of Python and uvloop that start processes. ``EAGAIN`` raised in other files is about sockets or locks."""
 
 
 def exhausted(error: BaseException) -> Failure | None:
-    """The failure of a request whose error is an exhausted resource; None for other errors."""
+    """Failure of a request because of an exhausted resource; None for other errors."""
     if reason := _reason(error):
         return Failure(Code.UNAVAILABLE, f"the server cannot do this now: {reason}; retry later")
     return None
 
 
 def start_failure(error: BaseException) -> Failure | None:
-    """The failure of a start or a command because of an exhausted resource or an OS error; None for other errors."""
+    """Failure of a start or a command because of an exhausted resource or an OS error; None for other errors."""
     reason = _reason(error)
     if isinstance(error, OSError):
         reason = reason or (error.strerror or str(error)).lower()
@@ -45,6 +45,7 @@ def start_failure(error: BaseException) -> Failure | None:
 
 
 def _reason(error: BaseException) -> str:
+    """Description of the exhausted resource; empty for other errors."""
     if isinstance(error, BlockingIOError) and not _starts_process(error):
         return ""
     if isinstance(error, OSError):
@@ -58,5 +59,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _starts_process(error: BaseException) -> bool:
+    """True if the error was raised while a process was started."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_code.co_filename.endswith(PROCESS_STARTERS)

@@ -14,8 +14,8 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # a stop token, or a stop string (matched in the frontend)
     LENGTH = "length"  # max_tokens reached, or the context is full
-    CANCELLED = "cancelled"
-    ERROR = "error"  # see TokenDelta.failure
+    CANCELLED = "cancelled"  # aborted by the client
+    ERROR = "error"  # an error ended the sequence (TokenDelta.failure)
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -46,6 +46,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sequence: int = 0
     """Index of the sequence in its request."""
     token_ids: list[int] = []
+    """New tokens."""
     logprobs: list[list[Logprob]] | None = None
     """For each new token: the token itself, then the most likely alternatives."""
     prompt_logprobs: list[list[Logprob]] | None = None
@@ -59,6 +60,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     embedding: bytes | None = None
     """Embedding of the prompt, float32; in the last delta of an embedding request."""
     finished: FinishReason | None = None
+    """Reason for the end of the sequence; None while it continues."""
     stop_token: int | None = None
     """Token that ended the sequence: the last of ``token_ids``."""
     cached_tokens: int = 0
@@ -68,3 +70,4 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     perf: PerfMetrics | None = None
     """Set if the request has ``return_perf_metrics``."""
     failure: Failure | None = None
+    """Error that ended the sequence; None without an error."""

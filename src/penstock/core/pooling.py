@@ -18,8 +18,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """
 
     pooling_type: PoolingType | None = None
-    """Hidden state of the last or first (``cls``) token, mean over all tokens, or the states of all tokens. Default:
-    ``last``."""
+    """Result: the hidden state of the last or first (``cls``) token, the mean over all tokens, or the states of all
+    tokens. Default: ``last``."""
     normalize: bool | None = None
     """Scale the vector to length 1. Default: True."""
     dimensions: int | None = None
@@ -38,7 +38,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if self.dimensions is not None and self.dimensions < 1:
             raise invalid("dimensions", f"must be at least 1, is {self.dimensions}", 1)
         if self.token_ids is not None and len(self.token_ids) not in (0, 2):
-            raise invalid("token_ids", "must be two tokens: the one for no, and the one for yes", 2)
+            message = f"must be two tokens, for no and for yes; has {len(self.token_ids)}"
+            raise invalid("token_ids", message, 2)
 
     def with_defaults(self, defaults: PoolingParams) -> PoolingParams:
         """Replace None by the values of ``defaults``."""

@@ -22,8 +22,8 @@ class Format:
     group_size: int = 0
     """Number of inputs that share a scale, a multiple of 8; 0: one scale per output (per channel)."""
     activation_bits: int = 0
-    """8: the activations are quantized, too, dynamically with one scale per row (token); with ``activation_groups``, or
-    floating-point weights in groups, one per row and group. 0: activations are not quantized."""
+    """8: activations are quantized dynamically, with one scale per row (token); with ``activation_groups``, or with
+    floating-point weights in groups, one scale per row and group. 0: activations are not quantized."""
     floating: bool = False
     """Weights are floating-point numbers instead of integers: 8 bits are e4m3, 4 bits in groups of ``MX_BLOCK`` are
     e2m1 (mxfp4, from checkpoints only). Other 4-bit formats (nf4, fp4) are dequantized at load."""
@@ -47,9 +47,9 @@ class Format:
         if self.group_size % 8:
             raise ValueError(f"group_size {self.group_size} is not a multiple of 8")
         if self.floating and self.bits not in (4, 8):
-            raise ValueError("floating-point weights have 8 bits or 4")
+            raise ValueError(f"floating-point weights must have 4 or 8 bits, not {self.bits}")
         if self.rows_per_scale != 1 and not self.floating:
-            raise ValueError("rows_per_scale must be 1 for integer weights")
+            raise ValueError(f"rows_per_scale must be 1 for integer weights, is {self.rows_per_scale}")
         if self.asymmetric and (self.floating or not self.bits):
             raise ValueError("asymmetric requires integer weights")
         if self.integer_scales and (self.bits, self.activation_bits, self.floating or self.asymmetric) != (4, 8, False):
@@ -107,9 +107,9 @@ class Scheme:
 
     layers: Format = UNQUANTIZED
     head: Format = UNQUANTIZED
-    """Format of embedding and LM head. 8 bits if layers have 4: they take little of the time, but affect quality."""
+    """Format of embedding and LM head: 8 bits if layers have 4, since both affect quality and take little time."""
     sensitive: Format | None = None
-    """Format of the layers' matrices that lose most quality in 4 bits (``is_sensitive``); None: as ``layers``."""
+    """Format of the layers' matrices that lose most quality in 4 bits (``is_sensitive``); None: ``layers``."""
     values_only: bool = False
     """Apply ``sensitive`` to value projections only, which takes fewer bits."""
 
@@ -119,8 +119,8 @@ class Scheme:
         return self.sensitive if self.sensitive and chosen else self.layers
 
     def kept(self, wanted: Format, stored: Format) -> Format:
-        """Format to compare with the checkpoint's format ``stored``: ``layers`` for a sensitive matrix that the
-        checkpoint already stores in as few bits, as more bits would not restore its precision."""
+        """Format to compare with the checkpoint's format ``stored``: ``wanted``, but ``layers`` for a sensitive matrix
+        that the checkpoint stores with the bits of ``layers``, since more bits would not restore its precision."""
         has_as_few = (stored.bits, stored.floating) == (self.layers.bits, self.layers.floating)
         return self.layers if wanted == self.sensitive and has_as_few else wanted
 
@@ -128,7 +128,7 @@ class Scheme:
 _VALUES = re.compile(
     r"(^|\.)((v|kv|value)_proj|v_proj\.linear|[Ww]v|v_lin|project_v|(self|attention)\.value|kv_a_proj_with_mqa|kv_b_proj)\Z"
 )
-"""Names of value projections; in multi-head latent attention, of the KV down and up projections."""
+"""Names of value projections, and of the KV down and up projections of multi-head latent attention."""
 _FUSED = re.compile(r"(^|\.)(qkv_proj|query_key_value|c_attn|[Ww]qkv|qkv|in_proj_qkvz?)\Z")
 """Names of fused QKV projections in modules of transformers. Penstock's implementations use the names of separate
 projections."""
@@ -140,6 +140,7 @@ _DOWN = re.compile(
 _IN_ATTENTION = re.compile(r"(^|\.)(self_)?att(n|ention)\.[^.]*\Z")
 """Names of attention matrices, where ``c_proj`` and ``Wo`` are output projections."""
 _LAYER = re.compile(r"\.(\d+)\.")
+"""Layer index in a name."""
 
 
 def makes_values(name: str) -> bool:
@@ -148,10 +149,10 @@ def makes_values(name: str) -> bool:
 
 
 def is_sensitive(name: str) -> bool:
-    """True for a matrix that keeps 8 bits in 4-bit schemes, as it loses most quality.
+    """True for a matrix that keeps 8 bits in 4-bit schemes, since 4 bits would cost it most quality.
 
     These are all value projections, and the down projections of every third layer; a model then has about 4.9 bits per
-    weight. A fused QKV projection is sensitive in every third layer: without grouped-query attention, that takes as
+    weight. Fused QKV projections are sensitive in every third layer: without grouped-query attention, these take as
     many bits as the value projections of all layers.
 
     Args:
@@ -170,8 +171,8 @@ def is_sensitive_layer(layer: int) -> bool:
 
 
 QuantizationName = Literal["none", "w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32", "fp8"]
-"""Values of ``quantization``: bits of weights (``w``, ``wint``) and activations (``a``). ``-g32`` names are former
-names of the same formats. ``fp8``: e4m3 weights and activations, on GPUs, with an unquantized head, as in vLLM."""
+"""Values of ``quantization``: bits of weights (``w``, ``wint``) and activations (``a``). Names with ``-g32`` are older
+aliases. ``fp8``: e4m3 weights and activations, on GPUs, with an unquantized head, as in vLLM."""
 
 ROTATION = 64
 """Rotation block size of quantization at load, which reduces the error of 8-bit activations: on real models, one scale

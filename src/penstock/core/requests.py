@@ -21,11 +21,11 @@ class ReasoningSpan(msgspec.Struct, frozen=True, array_like=True):
     end: int
     """End token."""
     answer: tuple[int, ...] = ()
-    """Tokens forced after ``end`` if the answer is guided, or the reasoning was cut off."""
+    """Tokens forced after ``end`` if the answer is guided, or the reasoning has reached its maximum length."""
     begun: bool = False
     """True if the prompt ends inside the reasoning; otherwise the first generated token may be ``begin``."""
     opening: tuple[int, ...] = ()
-    """Tokens forced at the start of the output, including ``begin``, unless ``begun``. Empty: none are forced."""
+    """Tokens forced at the start of the output, including ``begin``, unless ``begun``. Empty: the start is free."""
 
 
 ISOLATED_DEATHS = 2
@@ -50,6 +50,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """A request to the engine."""
 
     request_id: str
+    """Unique among the engine's unfinished requests."""
     prompt: list[int]
     """Token ids, at least one."""
     sampling: SamplingParams
@@ -71,11 +72,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     cache_salt: str = ""
     """Cached prefixes are shared only among requests with the same salt."""
     reasoning: ReasoningSpan | None = None
-    """Reasoning before the answer; set if guided decoding must not constrain it, or its length is limited."""
+    """Reasoning before the answer; set if guided decoding must not constrain it, or if its length is limited."""
     log_id: str = ""
     """Id of the request in the logs of server and engine; empty: ``request_id``."""
     prefill: tuple[str, ...] = ()
-    """KV transfer addresses (host:port) of prefill instances that may compute the prompt, the preferred one first."""
+    """KV transfer addresses (host:port) of prefill instances that may compute the prompt, in order of preference."""
     images: tuple[ImageInput, ...] = ()
     """Images of the prompt, in the order of their placeholders."""
 
@@ -124,7 +125,7 @@ def invalid_request(request: EngineRequest, error: Exception) -> PenstockError:
 
 
 def _invalid_text_field(request: EngineRequest) -> str:
-    """Name of the field with an unpaired surrogate."""
+    """Name of the first field with an unpaired surrogate; ``request`` if no field has one."""
     for part in (request, request.sampling):
         for name in part.__struct_fields__:
             try:

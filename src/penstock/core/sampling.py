@@ -28,11 +28,11 @@ EXCLUSIVE = {
     "response_max_tokens": ("use_beam_search",),
     "use_beam_search": ("temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "return_generation_logits"),
 }
-"""Options that each option excludes. Together they could leave no allowed token for a constraint or for the end of the
-reasoning, or generate beyond the end of a constraint; for ``use_beam_search``, the options that it does not support."""
+"""Options that each option excludes. ``use_beam_search`` does not support the excluded ones; other combinations could
+leave no allowed token for a constraint or the end of the reasoning, or generate beyond the end of a constraint."""
 NO_EFFECT: dict[str, tuple[object, ...]] = {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "logprobs": (None, 0)}
-"""Values of an option that have no effect, and are accepted despite ``EXCLUSIVE``. For options not listed: None, empty,
-0 and False."""
+"""Values of an option that have no effect, and are accepted despite ``EXCLUSIVE``. Options that are not listed have no
+effect if they are None, empty, 0 or False."""
 MAX_BEAM_STOPS = 1024
 """Maximum of ``stop_token_ids`` times beams: the number of additional candidates of a beam search in each step."""
 MAX_CHARACTERS = {"stop": 4096, "bad_words": 16_384}
@@ -79,7 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     """Number of tokens to generate before a stop token or stop string may end the sequence."""
     reasoning_max_tokens: int | None = None
-    """Maximum number of reasoning tokens of a chat; the reasoning is then ended. None: no limit."""
+    """Maximum number of reasoning tokens of a chat, after which the end of the reasoning is forced. None: no limit."""
     response_max_tokens: int | None = None
     """Maximum number of tokens of a chat's answer after the reasoning; None: no limit."""
     ignore_eos: bool = False
@@ -137,11 +137,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         between("top_k", self.top_k, -1, None)
         between("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
-            raise invalid("top_p", "must be above 0", 0)
+            raise invalid("top_p", "must be above 0, is 0", 0)
         between("min_p", self.min_p, 0, 1)
         between("repetition_penalty", self.repetition_penalty, 0, None)
         if self.repetition_penalty == 0:
-            raise invalid("repetition_penalty", "must be above 0", 0)
+            raise invalid("repetition_penalty", "must be above 0, is 0", 0)
         between("presence_penalty", self.presence_penalty, -2, 2)
         between("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.max_tokens is not None:
@@ -155,15 +155,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if (count := getattr(self, field)) is not None:
                 between(field, count, 0, MAX_LOGPROBS)
         for field, limit in MAX_ENTRIES.items():
-            if len(getattr(self, field) or ()) > limit:
-                raise invalid(field, f"must have at most {limit} entries", limit)
+            if (count := len(getattr(self, field) or ())) > limit:
+                raise invalid(field, f"must have at most {limit} entries, has {count}", limit)
         for field, limit in MAX_CHARACTERS.items():
-            if sum(map(len, getattr(self, field))) > limit:
-                raise invalid(field, f"must have at most {limit} characters in total", limit)
+            if (count := sum(map(len, getattr(self, field)))) > limit:
+                raise invalid(field, f"must have at most {limit} characters in total, has {count}", limit)
         for bias in self.logit_bias.values():
             between("logit_bias", bias, -100, 100)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise invalid("allowed_token_ids", "must have at least one token")
+            raise invalid("allowed_token_ids", "must have at least one token; omit it to allow all tokens")
         if not all(self.bad_word_ids):
             raise invalid("bad_word_ids", "must not contain an empty sequence")
         if self.allowed_token_ids is not None and self.banned_token_ids.issuperset(self.allowed_token_ids):
@@ -182,23 +182,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             between("best_of", self.best_of, self.n, MAX_SEQUENCES)
         between("length_penalty", self.length_penalty, -10, 10)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise invalid("early_stopping", 'must be true, false or "never"')
+            raise invalid("early_stopping", f'must be true, false or "never", is {self.early_stopping!r:.50}')
         if not self.use_beam_search:
             if self.num_sequences > self.n and self.greedy:
-                message = f"must be n ({self.n}) if temperature is 0, as all sequences would be the same"
+                message = (
+                    f"must be n ({self.n}) if temperature is 0, as all sequences would be equal; is {self.best_of}"
+                )
                 raise invalid("best_of", message, self.n)
             if self.length_penalty != 1:
-                raise invalid("length_penalty", "requires use_beam_search")
+                message = f"is {self.length_penalty}; values other than 1 require use_beam_search"
+                raise invalid("length_penalty", message)
             if self.early_stopping:
-                raise invalid("early_stopping", "requires use_beam_search")
+                raise invalid("early_stopping", f"is {self.early_stopping!r}, which requires use_beam_search")
             return
         if self.num_sequences < 2:
-            raise invalid("best_of", "best_of or n must be at least 2 with use_beam_search", 2)
-        limit = MAX_BEAM_STOPS // self.num_sequences
-        if len(self.stop_token_ids) > limit:
-            raise invalid("stop_token_ids", f"must have at most {limit} entries with {self.num_sequences} beams", limit)
+            raise invalid("best_of", "best_of or n must be at least 2 with use_beam_search, is 1", 2)
+        limit, count = MAX_BEAM_STOPS // self.num_sequences, len(self.stop_token_ids)
+        if count > limit:
+            message = f"must have at most {limit} entries with {self.num_sequences} beams, has {count}"
+            raise invalid("stop_token_ids", message, limit)
 
     def _has_effect(self, field: str) -> bool:
+        """True if the option's value changes the output (``NO_EFFECT``)."""
         return getattr(self, field) not in NO_EFFECT.get(field, (None, (), 0, False))
 
     @property
@@ -235,7 +240,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 def between(field: str, value: float, low: float, high: float | None) -> None:
     """Raise ``PenstockError`` (``invalid``) unless ``low <= value <= high`` (None: no upper bound)."""
     if not isinstance(value, int | float):
-        raise invalid(field, f"must be a number, is {value!r}")
+        raise invalid(field, f"must be a number, is {value!r:.100}")
     if not low <= value:
         raise invalid(field, f"must be at least {low}, is {value}", low)
     if high is not None and not value <= high:

@@ -1,1 +1,1 @@
-"""The engine: token ids in, token ids out."""
+"""The engine: schedules requests, and computes their output tokens in worker processes."""

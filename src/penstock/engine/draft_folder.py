@@ -1,4 +1,4 @@
-"""Folder and size of the drafter's weights. Does not import torch, since ``penstock plan memory`` uses it."""
+"""Folder and size of the drafter's weights. This module imports no torch, since ``penstock plan memory`` uses it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ def draft_folder(speculative: SpeculativeConfig | None, model: str) -> Path | No
     if speculative.model:
         return Path(speculative.model)
     if speculative.method == "medusa" and model:
-        return Path(model)  # some checkpoints contain the heads
+        return Path(model)  # some checkpoints contain the Medusa heads
     if speculative.method in METHODS:
-        raise invalid("speculative_config", f"must name the folder of the {speculative.method} heads as model")
+        message = f'has no "model": set it to the folder of the {speculative.method} heads'
+        raise invalid("speculative_config", message)
     if not model or Path(model) == demo.CHAT:
         return demo.DRAFT
     if speculative.method:
-        raise invalid("speculative_config", "must name the draft model's folder as model")
+        message = f'has the method {speculative.method!r}, but no "model": set it to the draft model\'s folder'
+        raise invalid("speculative_config", message)
     return None
 
 
 def draft_size(speculative: SpeculativeConfig | None, model: str, size: ModelSize) -> ModelSize | None:
-    """Size of the draft model or of the draft heads; None without them. Raises ``PenstockError`` (``invalid``) if the
-    folder is not named (``draft_folder``) or its contents are invalid."""
+    """Size of the draft model or the draft heads; None without separate weights. Raises ``PenstockError`` (``invalid``)
+    if the options do not name the folder (``draft_folder``), or its contents are invalid."""
     folder = draft_folder(speculative, model)
     return draft_size_of(folder, speculative.method, size) if speculative and folder else None

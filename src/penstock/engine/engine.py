@@ -1,4 +1,4 @@
-"""The engine: requests of token ids in, deltas of token ids out, one step at a time."""
+"""The engine: takes requests, computes them step by step, and returns their output tokens as deltas."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ logger = logging.getLogger(__name__)
 STEP_FAILED = Failure(Code.INTERNAL, "the step failed; the server's log has the traceback")
 ENGINE_FAILED = Failure(Code.UNAVAILABLE, "the engine cannot compute steps any more and has to be restarted")
 MAX_FAILED_STEPS = 8
-"""Number of consecutive failed steps after which the engine has failed."""
+"""Number of consecutive failed steps after which the engine gives up and sets ``failure``."""
 PREREQUISITES_TIMEOUT = 0.02
-"""Maximum seconds that ``step`` waits for prerequisites of requests while there is no step to compute."""
+"""Maximum seconds that ``step`` waits for prerequisites of requests while no step can be computed."""
 
 
 class Engine:
@@ -96,6 +96,7 @@ class Engine:
         self._collected = 0.0
         """Time at which the last step was collected, ``time.perf_counter``."""
         self._failed_steps = 0
+        """Number of consecutive failed steps."""
         self.failure: Failure | None = None
         """Cause of the engine's failure, after which it accepts no requests; None while it works."""
         self.steps = 0
@@ -104,15 +105,18 @@ class Engine:
         self.last_plan = Plan()
         """Plan of the last submitted step."""
         self.before_step: Callable[[int], None] = lambda tokens: None
-        """Callback before a step is submitted or waited for; gets the number of tokens in flight."""
+        """Callback before the engine submits a step or waits for one; gets the number of tokens in flight."""
         self.record_step: Callable[[Iterable[tuple[int, int]]], None] = lambda requests: None
         """Callback with ``uid`` and ``deaths`` of the requests in flight: before a step is submitted, and when none is
         in flight any more."""
         self.after_step: Callable[[Plan, float, float], None] | None = None
         """Callback after each step; gets its plan, start and end, seconds of ``time.perf_counter``."""
         self._gpu_memory = 0
+        """Last known value of ``gpu_memory``."""
         self._expert_load: dict[int, list[int]] = {}
+        """Last known value of ``expert_load``."""
         self._expert_load_answer: Future[dict[int, list[int]]] | None = None
+        """Pending reply of the workers to ``ReadExpertLoad``."""
         self._max_concurrent_batches = options.max_concurrent_batches or options.pipeline_parallel_size
         self._executor = start_executor(options, self._max_concurrent_batches, logs)
         loading = "the model"
@@ -160,7 +164,7 @@ class Engine:
         host_tier = new_host_tier(options, layouts)
         transfer = self._transfer_buffer.memory if self._transfer_buffer else None
         offload = host_tier.memory if host_tier else None
-        self._executor.run(InitCache(blocks, host_blocks, transfer, offload))  # first: too many blocks fail here
+        self._executor.run(InitCache(blocks, host_blocks, transfer, offload))  # raises if memory is too small
         device_pool = BlockPool(blocks - _tree_blocks(speculative, options, blocks), options.block_size)
         self.kv_offloading: KVOffloading | None = None
         """Host and disk tiers of the prefix cache; None without them."""
@@ -215,7 +219,7 @@ class Engine:
         self._executor.close()
 
     def _warm_up(self) -> None:
-        """Run ``warm_up_requests``. Raises ``PenstockError`` if a step fails."""
+        """Compute the requests of ``warm_up_requests``. Raises ``PenstockError`` if a step fails."""
         started, requests = time.monotonic(), warm_up_requests(self.scheduler.options, self.info)
         tokens, shown = sum(len(request.prompt) for request in requests), logger.isEnabledFor(logging.INFO)
         with Progress("warm-up", len(requests), "request", logger.info, shown=shown) as progress:
@@ -263,8 +267,8 @@ class Engine:
         )
 
     def validate(self, request: EngineRequest) -> None:
-        """Raise ``PenstockError`` for a request that can never run, as ``add`` does. Compiles its grammar, and waits
-        for it."""
+        """Raise the ``PenstockError`` of ``add`` for a request that can never run. Compiles the request's grammar, and
+        waits for the result."""
         check_request(request, self._config, self.info)
         if request.adapter:
             self.adapters.key(request.adapter)
@@ -296,10 +300,10 @@ class Engine:
         self.scheduler.add(request, prerequisites)
 
     def set_vocabulary(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """Set the vocabulary. Call this before the first request with guided decoding.
+        """Set the vocabulary for guided decoding. Call this before the first guided request.
 
         Args:
-            vocabulary: returns the vocabulary; not called if one is set already.
+            vocabulary: function that returns the vocabulary; not called if a vocabulary is set already.
         """
         self._grammar_compiler.set_vocabulary(vocabulary)
 
@@ -319,7 +323,7 @@ class Engine:
         return True
 
     def abort(self, request_id: str) -> list[TokenDelta]:
-        """Cancel a request; returns the last delta of each of its sequences that had not ended."""
+        """Cancel a request. Returns the last delta of each unfinished sequence of the request."""
         return self.scheduler.abort(request_id)
 
     def finish_sequence(self, request_id: str, sequence: int) -> None:
@@ -328,8 +332,9 @@ class Engine:
 
     @property
     def gpu_memory(self) -> int:
-        """Bytes allocated on the GPU; 0 without one. While steps are in flight, the last known value: the workers would
-        reply after these steps, and be idle meanwhile. If a worker is lost, sets ``failure`` and returns 0."""
+        """Bytes allocated on the GPU; 0 without a GPU. While steps are in flight, this is the last known value: workers
+        reply only after these steps, and would have no next step meanwhile. If a worker is lost, sets ``failure`` and
+        returns 0."""
         if self._in_flight:
             return self._gpu_memory
         try:
@@ -343,7 +348,8 @@ class Engine:
     @property
     def expert_load(self) -> dict[int, list[int]]:
         """Number of tokens routed to each expert since the start, by layer; empty without the option ``expert_load``.
-        The last known value while steps are in flight (workers reply between steps), or if a worker is lost."""
+        While steps are in flight (workers reply between steps), or if a worker is lost, this is the last known value.
+        """
         if not self._options.expert_load:
             return {}
         try:
@@ -352,7 +358,7 @@ class Engine:
             if not self._in_flight:
                 self._executor.wait(self._expert_load_answer)
             self._executor.poll()
-        except WorkerLostError:  # handled by ``gpu_memory`` or ``step``
+        except WorkerLostError:  # ``gpu_memory`` or ``step`` handles the loss
             return self._expert_load
         if self._expert_load_answer.done():
             self._expert_load, self._expert_load_answer = self._expert_load_answer.result(), None
@@ -382,7 +388,7 @@ class Engine:
         return self.kv_connector.exports.take(deltas) if self.kv_connector else deltas
 
     def _step(self) -> list[TokenDelta]:
-        """``step``, with the deltas of the requests of KV exports."""
+        """Implementation of ``step``. The returned deltas include those of requests whose KV is exported."""
         deltas = self.scheduler.expire(time.monotonic())
         try:
             if self.kv_connector:
@@ -419,6 +425,7 @@ class Engine:
 
     @property
     def _tokens_in_flight(self) -> int:
+        """Number of tokens of the steps in flight, images and audio included."""
         return sum(plan.tokens + plan.encoder_tokens for plan, _ in self._in_flight)
 
     def _submit(self, plan: Plan) -> list[TokenDelta] | None:
@@ -474,13 +481,13 @@ class Engine:
         return self.scheduler.update(plan, output)
 
     def _handle_step_error(self, plan: Plan, error: BaseException) -> list[TokenDelta]:
-        """End the requests of a step that failed with ``error``, or all requests if the workers cannot compute any
-        more. Returns their last deltas."""
+        """End the requests of a step that failed with ``error``, or all requests if the workers cannot compute further
+        steps. Returns the last deltas of these requests."""
         if self.kv_connector:
             self.kv_connector.exports.after_step(plan, failed=True)
         deltas = self.scheduler.fail(plan, STEP_FAILED)
         if not isinstance(error, Exception):
-            raise error  # KeyboardInterrupt or SystemExit
+            raise error  # a KeyboardInterrupt or SystemExit
         logger.error("a step of %d tokens failed", plan.tokens, exc_info=error)
         self._failed_steps += 1
         try:
@@ -502,8 +509,8 @@ class Engine:
         ]
 
     def _probe_workers(self) -> bool:
-        """Compute a step of one token, to find out whether the device still works. Returns True without a probe while
-        steps are in flight (they will fail if it does not), or if no block is free."""
+        """Compute a step of one token, to find out whether the device still works. Returns True without a probe if no
+        block is free, or while steps are in flight, which fail if the device does not work."""
         pool = self.scheduler.device_pool
         if self._in_flight or not pool.num_free:
             return True
@@ -514,7 +521,7 @@ class Engine:
         except WorkerLostError:
             raise
         except Exception:
-            logger.exception("the probe step of one token failed, too")
+            logger.exception("the probe step of one token failed after the failed step")
             return False
         finally:
             pool.release(blocks)
@@ -539,13 +546,14 @@ class Engine:
 
 
 def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
+    """Constrain a sequence by its compiled grammar."""
     sequence.set_guide(make_guide(sequence.request, grammar))
 
 
 def _tree_blocks(speculative: SpeculativeConfig | None, options: EngineOptions, blocks: int) -> int:
     """Number of KV blocks to set aside for verifying trees of draft tokens.
 
-    Raises ``PenstockError`` (``invalid``) if they leave none for sequences.
+    Raises ``PenstockError`` (``invalid``) if no block remains for sequences.
     """
     count = speculative.tree.scratch_blocks(options.block_size) if speculative and speculative.tree else 0
     if count >= blocks:

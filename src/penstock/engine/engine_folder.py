@@ -1,4 +1,4 @@
-"""Building engine folders (``checkpoint/engine_config.py``): a model's weights, packed once for all later starts."""
+"""Building engine folders (``checkpoint/engine_config.py``): a model's weights, packed for the kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .worker.loading import device_of
 Progress = Callable[[int, int], None]
 """Callback with the number of bytes packed so far, and the approximate total."""
 PROGRESS_INTERVAL = 0.2
-"""Seconds between two calls of ``Progress``, with worker processes."""
+"""Seconds between two calls of ``Progress`` if worker processes pack the ranks."""
 
 
 class RankJob(NamedTuple):
@@ -46,7 +46,7 @@ class RankJob(NamedTuple):
     folder: Path
     """Folder of the checkpoint."""
     output: Path
-    """The engine folder."""
+    """Engine folder to write."""
     config: EngineConfig
     options: EngineOptions
     rank: int
@@ -65,7 +65,7 @@ def build_engine(
 ) -> EngineConfig:
     """Build an engine folder from the checkpoint of ``options.model``, for the options' kernels, formats and ranks.
 
-    The same arguments give the same bytes. A build that was killed is continued.
+    The same arguments give the same bytes. A later call continues a build that was killed.
 
     Args:
         recorded: options of ``planning.engine_config.RECORDED`` that servers use as defaults.
@@ -73,7 +73,7 @@ def build_engine(
         workers: number of processes that pack ranks in parallel.
         max_shard_size: approximate maximum bytes of a file. A worker needs this much memory plus the largest matrix.
 
-    Raises ``PenstockError`` if the options, the checkpoint or the folder do not allow it.
+    Raises ``PenstockError`` if the options, the checkpoint or the folder cannot be used.
     """
     folder = Path(options.model) if options.model else demo.CHAT
     model = read_config(folder)
@@ -84,12 +84,12 @@ def build_engine(
     if model.speech:
         raise PenstockError(Code.UNSUPPORTED, "model: engine folders do not support speech-to-text models", "model")
     if options.max_model_len > model.max_model_len:
-        message = f"is {options.max_model_len}, and this model has a context of {model.max_model_len} tokens"
+        message = f"must be at most {model.max_model_len}, the model's context length; is {options.max_model_len}"
         raise invalid("max_model_len", message, model.max_model_len)
     if options.quantization == "none":
         options = msgspec.structs.replace(options, quantization=model.quantization)
     device, ranks = device_of(options.device), options.tensor_parallel_size
-    shard_heads(SingleRank(size=ranks), model.num_heads, model.num_kv_heads)  # raises if the heads do not divide
+    shard_heads(SingleRank(size=ranks), model.num_heads, model.num_kv_heads)  # raises for a wrong number of ranks
     size, stages = size_of(model), (options.pipeline_parallel_size, options.pipeline_parallel_layers)
     dtype = compute_dtype(model, None if options.dtype == "auto" else getattr(torch, options.dtype), device)
     config = EngineConfig(
@@ -148,7 +148,7 @@ def build_rank(job: RankJob, progress: Callable[[int], None], threads: int = 0) 
         loading = LoadOptions(
             dtype=getattr(torch, config.dtype),
             device=device,
-            max_len=1,  # length of tables that are not written, but computed at each start
+            max_len=1,  # length of the rotary tables, which are computed at each start instead of written
             quantization=config.quantization,
             mtp_heads=config.mtp,
             group=SingleRank(rank, config.tensor_parallel_size),
@@ -164,6 +164,7 @@ def _has_mtp(folder: Path, model: ModelConfig) -> bool:
 
 
 def _build_in_processes(jobs: list[RankJob], workers: int, progress: Callable[[int], None]) -> None:
+    """Build the ranks in ``workers`` processes. ``progress`` gets the total number of bytes packed so far."""
     context = multiprocessing.get_context("spawn")
     done = context.Value("q", 0)
     threads, others = max(len(os.sched_getaffinity(0)) // workers, 1), multiprocessing.active_children()
@@ -189,10 +190,13 @@ def _build_in_processes(jobs: list[RankJob], workers: int, progress: Callable[[i
 
 
 _progress: Callable[[int], None]
+"""``progress`` of ``build_rank`` in a worker process."""
 _threads: int
+"""``threads`` of ``build_rank`` in a worker process."""
 
 
 def _start_worker(parent: int, done: Any, threads: int) -> None:
+    """Initialize a worker process, which adds the bytes that it packs to the shared counter ``done``."""
     global _progress, _threads
     from .service.server import kill_with_parent
 

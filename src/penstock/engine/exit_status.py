@@ -1,11 +1,11 @@
-"""How a process ended, for logs and errors."""
+"""Descriptions of exit statuses, for logs and errors."""
 
 from __future__ import annotations
 
 import signal
 
 LINK_LOST = 86
-"""Exit status of a rank that has lost its connection to a rank of another node. The cause is on that node."""
+"""Exit status of a rank that has lost its connection to a rank of another node. The other node's log has the cause."""
 
 
 def exit_reason(status: int) -> str:

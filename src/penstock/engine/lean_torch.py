@@ -10,12 +10,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 DEFERRED = "torch._meta_registrations"
-"""Module with the operators' implementations for meta tensors. Importing it, with the decompositions of all operators,
-takes a third of the time of ``import torch``, and only PyTorch's compiler needs it."""
+"""PyTorch's module of operators for meta tensors, which only its compiler needs. With the decompositions of all
+operators, which it imports, it takes a third of the time of ``import torch``."""
 
 
 def import_torch() -> None:
-    """Import ``torch`` without ``DEFERRED``, which is imported later, before the first further module of PyTorch."""
+    """Import ``torch`` without ``DEFERRED``. That module is imported before the next import of a ``torch.…`` module."""
     if "torch" in sys.modules:
         return
     sys.modules[DEFERRED] = ModuleType(DEFERRED)
@@ -28,7 +28,7 @@ def import_torch() -> None:
 
 
 class _DeferredImport(Loader):
-    """Import hook that imports ``DEFERRED`` before the first further module of PyTorch, which it may import itself."""
+    """Import hook that imports ``DEFERRED`` before the next module of PyTorch, and then removes itself."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not name.startswith("torch."):

@@ -21,6 +21,7 @@ class LoadedAdapter:
     """An adapter that requests can use."""
 
     path: str
+    """Folder of the adapter."""
     key: str
     """Digest of the adapter's contents, the same in all engines. Identifies the adapter in requests and in the prefix
     cache."""
@@ -33,7 +34,9 @@ class PendingLoad:
     """An adapter that the workers are loading."""
 
     path: str
+    """Folder of the adapter."""
     slot: int
+    """Slot in the workers that the load takes."""
     reply: Future[str]
     """Reply of the workers: the adapter's key."""
     done: Future[None]
@@ -53,13 +56,16 @@ class LoRAManager:
         self._max_loras = max_loras
         self._keys_in_use = scheduler.adapters
         self._loaded: dict[str, LoadedAdapter] = {}
+        """Loaded adapters by name."""
         self._loading: dict[str, PendingLoad] = {}
+        """Unfinished loads by adapter name."""
         self._unloading: list[LoadedAdapter] = []
         """Unloaded adapters that unfinished requests still use."""
         self._cancelled_loads: list[PendingLoad] = []
         """Adapters that were unloaded while the workers were loading them."""
         self._free_slots = list(range(max_loras))
         self._lora_slots = scheduler.builder.lora_slots
+        """Slot of each adapter, by key."""
         self.has_pending = False
         """True if loads or unloads are pending: ``process_pending`` has to be called."""
 
@@ -104,8 +110,8 @@ class LoRAManager:
         return future
 
     def unload(self, name: str) -> None:
-        """Unload an adapter. It keeps its slot until the unfinished requests that use it end. If it is being loaded,
-        the load fails.
+        """Unload an adapter. Its slot is freed once the unfinished requests that use the adapter have ended. A pending
+        load of the adapter fails.
 
         Raises ``PenstockError`` (``not_found``) if it is not loaded.
         """
@@ -181,11 +187,12 @@ class LoRAManager:
             message = "this engine runs without LoRA adapters: start it with enable_lora"
             raise PenstockError(Code.UNSUPPORTED, message, "lora_name")
         if not name or not path:
-            raise invalid("lora_path" if name else "lora_name", "must not be empty")
+            raise invalid("lora_path" if name else "lora_name", "must not be empty: name the adapter and its folder")
         if (loaded_from := self.paths.get(name)) is not None:
             if loaded_from == path:
                 return False
-            raise invalid("lora_name", f"{name!r} is loaded from another folder; unload it first")
+            message = f"{name!r} is loaded from another folder, {loaded_from}; unload it first"
+            raise invalid("lora_name", message)
         self.process_pending()
         if not self._free_slots:
             count = len(self._unloading)

@@ -10,7 +10,7 @@ sequences wait. ``recompute``: they are preempted, and continue with the new wei
 The update never waits for sequences whose clients do not read."""
 PauseMode = Literal["abort", "wait", "keep"]
 """How requests are handled when the engine is paused. ``abort``: they are aborted. ``wait``: those that have started
-finish. ``keep``: they stay as they are. With ``wait`` and ``keep``, waiting and new requests stay in the queue."""
+finish. ``keep``: they continue after ``resume``. With ``wait`` and ``keep``, waiting and new requests stay queued."""
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
 """Parts of an engine that sleep frees; ``wake_up`` can restore them one by one."""

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class RequestSpans:
-    """Records the spans of traced requests. Queue, prefill and first token are those of the request's first sequence;
-    output tokens and preemptions are those of all its sequences."""
+    """Records the spans of traced requests. The spans' times are those of a request's first sequence; output tokens and
+    preemptions are counted over all its sequences."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
     def record(self, group: SequenceGroup, failure: Failure | None) -> None:
-        """Record a request that has ended; ``failure`` is None if it has finished."""
+        """Record a request that has ended; ``failure`` is None if the request has finished without an error."""
         request, first, now = group.request, group.first, time.monotonic()
         if not request.is_sampled:
             return
@@ -58,7 +58,7 @@ class RequestSpans:
 
 
 def _end(span: Span, end: float | None, now: float, failure: Failure | None) -> None:
-    """End a span at ``end``; if that is None, now, with the request's failure if it has one."""
+    """End a span at ``end``. If ``end`` is None, the span ends at ``now``, with ``failure`` unless that is None."""
     if end is None and failure:
         span.fail(failure.code.value, failure.message)
     span.end(now if end is None else end)

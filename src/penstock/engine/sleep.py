@@ -18,6 +18,7 @@ from .weights import WeightsManager
 logger = logging.getLogger(__name__)
 
 LEVELS = (0, 1, 2)
+"""Sleep levels (``SleepManager.sleep``)."""
 PAUSED = Failure(Code.UNAVAILABLE, "the request was aborted because the engine was paused; send it again later")
 
 
@@ -39,7 +40,7 @@ class SleepManager:
         self.cannot_reload_weights = False
         """True if the weights were loaded from a temporary folder: once dropped, they cannot be reloaded."""
         self._after_steps: Callable[[], None] | None = None
-        """Rest of a pending ``pause`` or ``sleep``, called once no step is in flight."""
+        """Remaining work of a pending ``pause`` or ``sleep``, called once no step is in flight."""
         self._pending: Future[None] | None = None
         """Result of the pending ``pause``, ``sleep`` or ``wake_up``."""
         self._waits_for_started = False
@@ -47,15 +48,17 @@ class SleepManager:
         self._waking: set[str] = set()
         """Parts to restore by the pending ``wake_up``."""
         self._reloading: Future[str] | None = None
-        """Pending load of the weights, then, with ``_committed``, their pending commit."""
+        """Pending load of the weights; with ``_committed``, pending commit of the loaded weights."""
         self._committed = False
+        """True once the reloaded weights are being committed."""
         self._deltas: list[TokenDelta] = []
+        """Last deltas of aborted requests, for the next ``poll``."""
         self.has_pending = False
         """True if ``poll`` has to be called."""
 
     def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
-        """Compute no steps until ``resume``; new requests wait in the queue. Returns a future that is done when no step
-        is in flight any more.
+        """Compute no steps until ``resume``; new requests wait in the queue. Returns a future that is done when the
+        last step in flight is collected.
 
         Args:
             clear_cache: empty the prefix cache; ignored with mode ``keep``.
@@ -91,7 +94,7 @@ class SleepManager:
             raise PenstockError(Code.UNAVAILABLE, "weights are being loaded; put the engine to sleep afterwards")
 
         def after_steps() -> None:
-            if mode == "abort":  # requests that arrived while the last step was computed
+            if mode == "abort":  # some requests arrived while the last step was computed
                 self._abort_all()
             self._scheduler.forget_kv()
             dropped = self._executor.run(FreeMemory(level))
@@ -107,8 +110,8 @@ class SleepManager:
             tags: parts to restore: ``weights``, ``kv_cache``; None for both.
 
         Returns:
-            A future that is done once the parts are restored. If that fails, it raises ``PenstockError``, and the
-            engine stays asleep.
+            A future that is done once the parts are restored. If a part cannot be restored, the future raises
+            ``PenstockError``, and the engine remains asleep.
 
         Raises ``PenstockError`` for an unknown tag, while another call is pending, or if weights cannot be reloaded.
         """
@@ -150,6 +153,7 @@ class SleepManager:
         return deltas
 
     def _stop(self, mode: PauseMode, after_steps: Callable[[], None]) -> Future[None]:
+        """Pause as ``mode`` says, and call ``after_steps`` once no step is in flight."""
         if self._pending:
             raise PenstockError(Code.UNAVAILABLE, "the engine is being paused or woken up; try again soon")
         if mode == "abort":
@@ -160,10 +164,12 @@ class SleepManager:
         return self._pending
 
     def _abort_all(self) -> None:
+        """Abort all requests; ``poll`` returns their last deltas."""
         for request_id in self._scheduler.request_ids():
             self._deltas += self._scheduler.abort(request_id, PAUSED)
 
     def _wake(self) -> None:
+        """Advance a pending ``wake_up``: reload the weights, commit them, then allocate the KV cache."""
         if self._reloading:
             if not self._reloading.done():
                 return
@@ -195,6 +201,7 @@ class SleepManager:
             logger.info("the engine is awake")
 
     def _finish(self, error: BaseException | None = None) -> None:
+        """Complete the pending call, with ``error`` if it failed."""
         pending, self._pending, self._after_steps = self._pending, None, None
         assert pending
         if error:

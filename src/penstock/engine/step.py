@@ -1,8 +1,8 @@
 """Messages between scheduler and workers: the input of a step, its output, and calls between two steps.
 
-All messages can be sent to another process. A running sequence is a *row* of the workers' batch. A worker keeps each
-row's tokens and block table from step to step, so that a step carries only what has changed. Arrays are int32 unless
-another dtype is given.
+All messages can be sent to another process. A running sequence is a *row* of the workers' batch. A worker keeps the
+tokens and the block table of each row from step to step, so that a step carries only the changes. Arrays are int32
+unless another dtype is given.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from penstock.core.audio import AudioInput
 from penstock.core.multimodal import ImageInput
 
 EMPTY = np.zeros(0, np.int32)
-"""Default of array fields. Use this object for every empty array: fields with this object are not sent."""
+"""Default of array fields. Use this object for every empty array: a field with this object is not sent."""
 MAX_VALUE_BYTES = 2**32 - 1
 """Maximum bytes of one array or byte string of a message: MessagePack stores their length in 32 bits."""
 NO_TOKEN_ALLOWED = (
     "no token can be sampled: allowed_token_ids, bad words, min_tokens and the grammar together exclude every token; "
     "relax one of them"
 )
-"""Error message for a sequence that cannot continue."""
+"""Error message for a sequence whose next token cannot be sampled."""
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -34,7 +34,9 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
     content_hash: bytes
     """``ImageInput.content_hash``."""
     start: int
+    """Index of the first placeholder in the row."""
     end: int
+    """Index after the last placeholder."""
     bidirectional: bool
     """``ImageInput.bidirectional``."""
 
@@ -43,33 +45,36 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """A sequence that starts, or starts again after preemption."""
 
     row: int
+    """Row of the workers' batch that the sequence gets."""
     token_ids: np.ndarray
     """``[tokens]``: prompt and output so far."""
     prompt_length: int
     num_computed: int
-    """Number of leading tokens whose KV is in its blocks already, from the prefix cache or swapped in."""
+    """Number of leading tokens with KV in the sequence's blocks, from the prefix cache or swapped in."""
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     """Tokens that end the sequence, end-of-sequence tokens included."""
     seed: int
+    """Seed of the request's random numbers."""
     index: int
     """Index of the sequence in its request."""
     lora_slot: int = -1
-    """Slot of its LoRA adapter; -1 without."""
+    """Slot of the sequence's LoRA adapter; -1 without an adapter."""
     num_candidates: int = 0
     """Number of most likely next tokens to return for a beam; 0 without beam search."""
     prompt_logprobs: int | None = None
     """Number of top logprobs to return per prompt token; None without prompt logprobs."""
     context_logits: bool = False
-    """Whether to return the logits after each prompt token."""
+    """Return the logits after each prompt token."""
     pooling: Literal["", "last", "cls", "mean", "all"] = ""
     """Hidden states to return instead of sampling: of the last or first prompt token, or of all (``mean``, ``all``)."""
     image_spans: list[ImageSpan] = []
+    """Placeholders of the prompt's images."""
     mrope_positions: np.ndarray = EMPTY
     """``[3, prompt_length]``: M-RoPE positions of the prompt's tokens in time, height and width; empty if all three
     equal the token's index."""
     head: str = ""
-    """Head of the model (``Model.heads``) that is applied to the pooled states; its output is returned instead."""
+    """Head of the model (``Model.heads``) to apply to the pooled states; the worker returns the head's output."""
     pooling_token_ids: tuple[int, ...] = ()
     """Tokens whose logits are returned instead of hidden states."""
     second_text: int = 0
@@ -95,13 +100,14 @@ class RowUpdates(msgspec.Struct, omit_defaults=True):
     loads: np.ndarray = EMPTY
     """``[2 * n]``: slot and device block of each copy from the host tier of the prefix cache."""
     beam_steps: np.ndarray = EMPTY
-    """``[4 * n]``: row, parent row, position, token. The tokens of ``row`` become the parent's tokens before
-    ``position`` (as of before this update), followed by ``token``."""
+    """``[4 * n]``: row, parent row, position, token. The tokens of ``row`` are replaced by the tokens that the parent
+    row had before this update, up to ``position``, followed by ``token``."""
     new: list[NewRow] = []
+    """Rows of sequences that start."""
     tokens: np.ndarray = EMPTY
-    """Segments of tokens that replace those of the row from position ``first`` on."""
+    """Segments of tokens that replace the row's tokens from position ``first`` on."""
     tables: np.ndarray = EMPTY
-    """Segments of block numbers that replace those of the row's block table from index ``first`` on."""
+    """Segments of block numbers that replace the entries of the row's block table from index ``first`` on."""
     forks: np.ndarray = EMPTY
     """``[3 * n]``: row, parent row, index of the sequence in its request. The row becomes a copy of its parent."""
 
@@ -121,31 +127,31 @@ class StepInput(msgspec.Struct, tag=True, omit_defaults=True):
 
     updates: RowUpdates
     rows: np.ndarray
-    """``[items]``"""
+    """``[items]``: row of each item."""
     starts: np.ndarray
-    """``[items]``"""
+    """``[items]``: position of the first token to compute."""
     lengths: np.ndarray
-    """``[items]``"""
+    """``[items]``: number of tokens to compute, without draft tokens."""
     needs_sample: np.ndarray
     """``[items]`` bool: True if the row, and rows that this step forks from it, sample the next token."""
     drafts: np.ndarray = EMPTY
-    """``[items]``: number of draft tokens; empty if no item has any."""
+    """``[items]``: number of draft tokens; empty if no item has draft tokens."""
     draft_token_ids: np.ndarray = EMPTY
     """``[drafts.sum()]``: draft tokens of all items, concatenated."""
     draft_parents: np.ndarray = EMPTY
     """``[drafts.sum()]``: index of each draft token's parent among the draft tokens of its item, -1 for the item's last
     token. Draft tokens are in depth-first order. Empty if all drafts are chains, not trees."""
     has_grammar_bitmask: bool = False
-    """True if a grammar bitmask follows (``Executor.submit``)."""
+    """True if a grammar bitmask is sent with the step (``Executor.submit``)."""
     export_places: np.ndarray = EMPTY
     """``[lengths.sum()]``: position in the transfer buffer to which each computed token's KV is exported
-    (``ops.Batch.export_places``), -1 for tokens that are not exported; empty if none is."""
+    (``ops.Batch.export_places``), -1 for tokens that are not exported; empty if no token is exported."""
     export_step: int = 0
     """Number of the step in the ranks' progress (``ops.LayerExport.progress``), if tokens are exported."""
     evicted_images: list[bytes] = []
-    """Content hashes of images whose features the workers drop, before they encode others."""
+    """Content hashes of images whose features the workers drop, before they encode ``encoded_images``."""
     encoded_images: list[ImageInput] = []
-    """Images that the workers encode before the step. They keep the features."""
+    """Images that the workers encode before the step. Workers keep the features."""
 
 
 class Candidates(NamedTuple):
@@ -158,14 +164,14 @@ class Candidates(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """Result of sampling for a row: tokens, or a beam's candidates, or a failure."""
+    """Result of sampling for a row: tokens, a beam's candidates or a failure."""
 
     token_ids: list[int]
     """Accepted draft tokens and the token sampled after them; empty for a beam, and after a failure."""
     logprobs: list[list[Logprob]] | None = None
     """Per token: its logprob, followed by the top logprobs; None unless requested."""
     logits: list[bytes] | None = None
-    """Per token: the logits it was sampled from, ``[vocabulary]`` float32; None unless requested."""
+    """Per token: the logits from which it was sampled, ``[vocabulary]`` float32; None unless requested."""
     candidates: Candidates | None = None
     """Candidates of a beam; None without beam search."""
     failure: Failure | None = None
@@ -178,7 +184,7 @@ class StepOutput(NamedTuple):
     sampled: list[SampledTokens]
     """One entry per row that samples, in the order of the items; rows forked in this step follow their parent."""
     prompt_logprobs: dict[int, list[list[Logprob]]] = {}  # noqa: RUF012 - a tuple's default, never written
-    """Logprobs of the prompt tokens that follow the computed ones, if requested."""
+    """Logprobs of the prompt tokens that follow the computed tokens, if requested."""
     context_logits: dict[int, bytes] = {}  # noqa: RUF012 - a tuple's default, never written
     """Logits after each computed prompt token, ``[tokens, vocabulary]`` float32, if requested."""
     pooler_hidden_states: dict[int, np.ndarray] = {}  # noqa: RUF012 - a tuple's default, never written
@@ -190,6 +196,7 @@ class TransferMemory(msgspec.Struct, frozen=True, array_like=True):
     host tier of the prefix cache (``kv.host_tier.HostTier``)."""
 
     path: str
+    """File to map."""
     offset: int
     """Byte offset of the first slot."""
     slots: int
@@ -197,24 +204,23 @@ class TransferMemory(msgspec.Struct, frozen=True, array_like=True):
     slot_tokens: int
     """Number of tokens per slot."""
     progress: int
-    """Index of rank 0's progress (``ops.LayerExport.progress``) in the memory viewed as int64; other ranks' follow."""
+    """Index of rank 0's progress (``ops.LayerExport.progress``) in the memory viewed as int64; ranks 1, 2, … follow."""
 
 
 class LoadModel(msgspec.Struct, array_like=True, tag=True):
-    """Load the model. Returns ``ModelInfo``; raises ``PenstockError`` if the options or the checkpoint do not allow
-    it."""
+    """Load the model. Returns ``ModelInfo``; raises ``PenstockError`` if the options or the checkpoint are invalid."""
 
     weights: str = ""
-    """Folder of its weights; empty for the model's folder."""
+    """Folder of the weights; empty for the model's folder."""
 
 
 class ProfileMemory(msgspec.Struct, array_like=True, tag=True):
-    """Measure the memory available for the KV cache, besides weights and the activations of the largest step. Returns
+    """Measure the memory that weights and the activations of the largest step leave for the KV cache. Returns
     ``MemoryProfile``."""
 
 
 class InitCache(msgspec.Struct, array_like=True, tag=True):
-    """Allocate the KV cache. Returns None; raises ``PenstockError`` if that is impossible."""
+    """Allocate the KV cache. Returns None; raises ``PenstockError`` if too little memory is free."""
 
     blocks: int
     """Number of blocks on the device."""
@@ -223,7 +229,7 @@ class InitCache(msgspec.Struct, array_like=True, tag=True):
     transfer: TransferMemory | None = None
     """Transfer buffer for ``ExportKV`` and ``ImportKV``; None without KV transfers."""
     offload: TransferMemory | None = None
-    """Host tier of the prefix cache, for ``RowUpdates.stores`` and ``loads``; None without it."""
+    """Host tier of the prefix cache, for ``RowUpdates.stores`` and ``loads``; None without a host tier."""
 
 
 class Propose(msgspec.Struct, array_like=True, tag=True):
@@ -232,19 +238,19 @@ class Propose(msgspec.Struct, array_like=True, tag=True):
 
     updates: RowUpdates
     rows: np.ndarray
-    """``[rows]``"""
+    """``[rows]``: rows to draft for."""
     lengths: np.ndarray
     """``[rows]``: number of tokens of each row, after which its draft begins."""
     counts: np.ndarray
-    """``[rows]``: maximum number of draft tokens of each row; for a tree, its depth."""
+    """``[rows]``: maximum number of draft tokens of each row; for a tree, its maximum depth."""
     trees: np.ndarray = EMPTY
-    """``[rows]``: 1 to draft a tree of the configured shape, else 0; empty if there is no tree. A tree is returned in
-    full, with negative numbers for missing tokens."""
+    """``[rows]``: 1 to draft a tree of the configured shape, else 0; empty without trees. A tree is returned in full,
+    with negative numbers for missing tokens."""
 
 
 class LoadLoRA(msgspec.Struct, array_like=True, tag=True):
-    """Read the LoRA adapter in folder ``path`` while steps go on, then put it into ``slot`` between two steps. Returns
-    ``LoRAAdapter.version``."""
+    """Read the LoRA adapter in folder ``path`` while steps continue, then copy it into ``slot`` between two steps.
+    Returns ``LoRAAdapter.version``."""
 
     slot: int
     path: str
@@ -257,8 +263,8 @@ class UnloadLoRA(msgspec.Struct, array_like=True, tag=True):
 
 
 class LoadWeights(msgspec.Struct, array_like=True, tag=True):
-    """Read and pack the weights in folder ``path`` while steps go on, in addition to those in use. Returns their
-    version."""
+    """Read and pack the weights in folder ``path`` while steps continue with the current weights. Returns the version
+    of the new weights."""
 
     path: str
     """A folder of safetensors; empty for the weights that the workers started with."""
@@ -267,8 +273,8 @@ class LoadWeights(msgspec.Struct, array_like=True, tag=True):
 class ChangeWeights(msgspec.Struct, array_like=True, tag=True):
     """Change the weights that steps use; no row may be running. Returns None.
 
-    ``swap`` uses the loaded weights (``LoadWeights``) and keeps the old ones; ``commit`` drops the old ones; ``revert``
-    uses the old ones again, if they were swapped, and drops the loaded ones.
+    ``swap`` uses the loaded weights (``LoadWeights``) and keeps the old weights; ``commit`` drops the old weights;
+    ``revert`` undoes a swap and drops the loaded weights.
     """
 
     action: Literal["swap", "commit", "revert"]
@@ -292,7 +298,7 @@ class DeviceMemory(msgspec.Struct, array_like=True, tag=True):
 
 class ReadExpertLoad(msgspec.Struct, array_like=True, tag=True):
     """Return the number of tokens routed to each expert since the start, ``{layer: [tokens per expert]}``. A pipeline
-    stage returns its layers only."""
+    stage returns only its layers."""
 
     reset: bool = False
     """Reset the counts to 0 after reading."""
@@ -302,8 +308,9 @@ class ExportKV(msgspec.Struct, array_like=True, tag=True):
     """Copy keys and values from the KV cache to the transfer buffer. Returns None."""
 
     first_layer: int
+    """First layer to copy."""
     last_layer: int
-    """Exclusive."""
+    """Layer after the last one to copy."""
     slots: np.ndarray
     """``[tokens]`` int64: slots of the KV cache."""
     places: np.ndarray
@@ -311,7 +318,8 @@ class ExportKV(msgspec.Struct, array_like=True, tag=True):
 
 
 class ImportKV(msgspec.Struct, array_like=True, tag=True):
-    """Copy keys and values from the transfer buffer to the KV cache. Returns None. Fields as in ``ExportKV``."""
+    """Copy keys and values from the transfer buffer to the KV cache. Returns None. The fields are those of
+    ``ExportKV``."""
 
     first_layer: int
     last_layer: int
@@ -337,7 +345,7 @@ WorkerCall = (
 )
 """Calls between two steps (``Executor.call``)."""
 LONG_CALLS = (LoadModel, ProfileMemory, InitCache, LoadLoRA, LoadWeights, ChangeWeights, AllocateCache)
-"""Calls that read files or capture CUDA graphs, and so take longer than a step."""
+"""Calls that read files or capture CUDA graphs, and therefore take longer than a step."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -346,15 +354,19 @@ class ModelInfo(msgspec.Struct, frozen=True):
     architecture: str
     vocab_size: int
     hidden_size: int
+    """Dimension of the hidden states."""
     has_lm_head: bool
     """True if the model can generate; False for embedding models."""
     dtype: str
+    """Name of the compute dtype, such as ``bfloat16``."""
     quantization: str
+    """Name of the quantization scheme (``core.quantization.SCHEMES``)."""
     fingerprint: str
     """Engines with equal fingerprints and equal weights return bit-identical results (``worker/fingerprint.py``)."""
     batch_invariant: bool
+    """True if the results of a sequence do not depend on the other sequences of the batch."""
     weights_version: str
-    """Identifies the contents of the checkpoint."""
+    """Digest of the checkpoint's contents."""
     mtp_layers: int
     """Number of loaded multi-token prediction layers."""
     drafts: bool = False
@@ -366,7 +378,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     embedding_size: int = 0
     """Dimension of an embedding."""
     asynchronous: bool = False
-    """True if the device computes steps asynchronously: the next step should be submitted while one is computed."""
+    """True if the device computes steps asynchronously, so that the next step should be submitted meanwhile."""
     has_vision: bool = False
     """True if the model accepts images."""
     feature_bytes: int = 0
@@ -383,7 +395,7 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     block_bytes: int
     """Bytes of a block, in the KV caches of the model and of the draft model together."""
     host_block_bytes: int
-    """Bytes of a block in the host tier, which stores the model's KV only."""
+    """Bytes of a block in the host tier, which stores only the model's KV, not the draft model's."""
 
 
 def sum_states(states: np.ndarray, total: np.ndarray | float = 0.0) -> np.ndarray | float:

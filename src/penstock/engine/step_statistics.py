@@ -1,4 +1,4 @@
-"""Tokens and durations of steps: a histogram, and time limits that tell a long step from a hanging one."""
+"""Tokens and durations of steps: a histogram, and time limits that distinguish a long step from a hanging one."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class StepCounts:
         """Total number of tokens."""
 
     def record(self, tokens: int) -> None:
+        """Count a step of ``tokens`` tokens."""
         self.steps[bisect_left(BUCKETS, tokens)] += 1
         self.tokens += tokens
 
@@ -30,7 +31,7 @@ class StepTimes:
     """Durations of past steps, and the expected maximum for the next.
 
     Args:
-        first: maximum seconds of the first step.
+        first: expected maximum seconds of the first step.
     """
 
     def __init__(self, first: float) -> None:
@@ -41,7 +42,7 @@ class StepTimes:
 
     def expected(self, tokens: int) -> float:
         """Maximum seconds that a step of ``tokens`` tokens should take: ``tokens`` times the slowest time per token so
-        far. Generous, as the slowest per token are steps of few tokens, which read all weights, too."""
+        far. This limit is generous: small steps, which also read all weights, take the most time per token."""
         return self._first if self._per_token is None else tokens * self._per_token
 
     def add(self, tokens: int, seconds: float) -> None:

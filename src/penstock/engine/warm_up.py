@@ -1,4 +1,4 @@
-"""Warm-up: the largest inputs run before requests are accepted, so that running out of memory fails the start."""
+"""Warm-up with the largest inputs before requests are accepted, so that a lack of memory is found at the start."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .step import ModelInfo
 
 
 def warm_up_requests(options: SchedulerOptions, info: ModelInfo) -> list[EngineRequest]:
-    """Requests of the warm-up: the longest prompt, and one-token prompts up to ``max_num_seqs``. Each generates two
-    tokens if the limits allow."""
+    """Requests of the warm-up, ``max_num_seqs`` in total: one with the longest prompt, the others with one token. Each
+    generates two tokens if the limits allow."""
     max_len = min(options.max_model_len - 1, options.max_prompt_len or options.max_model_len)
     return [
         EngineRequest(

@@ -1,7 +1,7 @@
 """Weight updates while the engine serves: new weights are loaded next to the old ones, and swapped in between steps.
 
-    load ──► workers read and pack the new weights, while steps go on ──► commit ──► no sequence has KV of the old
-    weights ──► swap on all ranks ──► drop the old weights
+    load ──► workers read and pack the new weights, while steps continue ──► commit ──► wait until no sequence has KV
+    of the old weights ──► swap on all ranks ──► drop the old weights
 
 Until all ranks have swapped, any error leaves the old weights in use.
 """
@@ -39,22 +39,23 @@ class WeightsManager:
         self.num_updates = 0
         """Number of weight updates since the start."""
         self._path = ""
-        """Folder of the new weights, which are loaded or being loaded."""
+        """Folder of the new weights, while they are loaded and not in use."""
         self._reading: Future[Any] | None = None
-        """Pending reply of the workers to ``LoadWeights``: the version."""
+        """Pending reply of the workers to ``LoadWeights``: the version of the new weights."""
         self._discarded = False
-        """True if the new weights are to be dropped once they are read."""
+        """True if ``discard`` was called while the new weights are being read: they are dropped afterwards."""
         self._loaded: Future[str] | None = None
         """Result of ``load``, until the new weights are swapped in or dropped."""
         self._swapped: Future[str] | None = None
         """Result of ``commit``, until the new weights are swapped in."""
         self._running: WeightUpdateMode = "finish"
+        """Mode of the pending ``commit``."""
         self.has_pending = False
         """True if ``poll`` has to be called."""
 
     @property
     def reading(self) -> list[Future[Any]]:
-        """Pending reply of the workers, if there is one."""
+        """Pending replies of the workers to ``LoadWeights``, at most one."""
         return [self._reading] if self._reading else []
 
     @property
@@ -69,8 +70,8 @@ class WeightsManager:
             path: folder of a checkpoint of the same model; empty for the folder of the weights in use.
 
         Returns:
-            A future of their version, done once all ranks have loaded them; call ``commit`` or ``discard`` then. It
-            raises ``PenstockError`` if a rank cannot load them; nothing has changed then.
+            A future of the new weights' version, done once all ranks have loaded them; then call ``commit`` or
+            ``discard``. If a rank cannot load them, the future raises ``PenstockError``, and nothing has changed.
 
         Raises ``PenstockError`` (``unavailable``) if other weights are being loaded.
         """
@@ -83,7 +84,7 @@ class WeightsManager:
 
     def commit(self, running: WeightUpdateMode = "finish") -> Future[str]:
         """Use the new weights as soon as no sequence needs the old ones; new sequences wait until then. Returns a
-        future of their version, done once they are in use.
+        future of the new weights' version, done once they are in use.
 
         Args:
             running: how running sequences are handled. While the engine is paused, they are always recomputed.
@@ -94,7 +95,7 @@ class WeightsManager:
         return self._swapped
 
     def discard(self) -> None:
-        """Drop new weights that are loaded, or being loaded, and not committed."""
+        """Drop new weights that are loaded or being loaded, unless they are committed."""
         if self._reading:
             self._discarded = True
         elif self._loaded and not self._swapped:
@@ -114,6 +115,7 @@ class WeightsManager:
         return version
 
     def _finish_reading(self) -> None:
+        """Complete ``load`` after the reply of the workers."""
         reading, loaded = self._reading, self._loaded
         assert reading
         assert loaded
@@ -126,8 +128,8 @@ class WeightsManager:
             loaded.set_result(reading.result())
 
     def _release_kv(self) -> bool:
-        """Release all KV of the old weights, preempting running sequences unless they are to finish. Returns False
-        while sequences have to finish."""
+        """Release all KV of the old weights by preempting the running sequences. In mode ``finish``, returns False
+        until the started sequences have finished."""
         waits = self._running == "finish" and not self._scheduler.is_held
         if waits and self._scheduler.has_started_sequences:
             return False
@@ -135,7 +137,7 @@ class WeightsManager:
         return True
 
     def _swap(self, swapped: Future[str]) -> str | None:
-        """Swap in the new weights. Returns their version; None if that fails."""
+        """Swap in the new weights. Returns their version, or None if the workers cannot use them."""
         assert self._loaded
         version = self._loaded.result()
         self._swapped = None
@@ -158,12 +160,17 @@ class WeightsManager:
         return version
 
     def _drop(self) -> None:
+        """Drop the new weights, and use the old ones."""
         self._loaded = None
         self._executor.run(ChangeWeights("revert"))
 
 
 def _public_error(error: BaseException, done: str) -> PenstockError | WorkerLostError:
-    """The error for the caller. An unexpected error is logged, and replaced by a ``PenstockError``."""
+    """Error for the caller. An unexpected error is logged, and replaced by a ``PenstockError``.
+
+    Args:
+        done: failed operation as a participle, for the message: ``loaded``, ``used``.
+    """
     if isinstance(error, PenstockError | WorkerLostError):
         return error
     logger.error("weights could not be %s", done, exc_info=error)

@@ -150,7 +150,7 @@ class AsyncLLM:
         await self._execute(Sleep(level, mode))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Reload what ``sleep`` has freed; see ``LLM.wake_up``."""
+        """Reload the weights and KV cache that ``sleep`` has freed; see ``LLM.wake_up``."""
         await self._execute(WakeUp(None if tags is None else tuple(tags)))
 
     async def is_sleeping(self) -> bool:
@@ -194,7 +194,7 @@ class AsyncLLM:
         """Embed a prompt.
 
         Args:
-            pooling_params: None: the checkpoint's defaults.
+            pooling_params: pooling parameters; None: the checkpoint's defaults.
             options: arguments of ``generate``.
 
         Raises ``PenstockError`` if the request is invalid or fails.

@@ -36,7 +36,8 @@ Template = ChatTemplate | IsolatedTemplate
 
 
 class ResponseFormats(NamedTuple):
-    """Formats of a model's tool calls and reasoning; None if the chat template has none or the format is unknown."""
+    """Formats of a model's tool calls and reasoning; None: the chat template does not use them, or the format is
+    unknown."""
 
     tools: ToolCallFormat | None
     reasoning: ReasoningFormat | None
@@ -44,7 +45,7 @@ class ResponseFormats(NamedTuple):
 
 @lru_cache(16)
 def _response_formats(options: ModelOptions, template: str) -> ResponseFormats:
-    uses_tools = re.search(r"\btools\b", template) is not None  # otherwise the model would never see the tools
+    uses_tools = re.search(r"\btools\b", template) is not None  # a template without tools hides them from the model
     tools = tool_call_format(options.tool_call_parser, template) if uses_tools else None
     return ResponseFormats(tools, reasoning_format(options.reasoning_parser, template))
 
@@ -78,7 +79,7 @@ def run_inline(coroutine: Coroutine[Any, Any, T]) -> T:
     except StopIteration as done:
         result: T = done.value
         return result
-    raise RuntimeError("the coroutine needs an event loop")
+    raise RuntimeError(f"{coroutine.__qualname__} has suspended, but runs without an event loop")
 
 
 class ChatRenderer:
@@ -93,9 +94,9 @@ class ChatRenderer:
         self._media = media
         self._options = options
         self._own_formats: dict[bool, ResponseFormats] = {}
-        """Formats with the model's templates, by whether the chat has tools."""
+        """Formats of the model's chat templates; key: True for chats with tools."""
         self._request_templates = TemplatePool()
-        """Renders templates sent with requests, separately from the model's templates."""
+        """Processes that render chat templates sent with requests; the model's template is rendered elsewhere."""
 
     def close(self) -> None:
         self._request_templates.close()
@@ -121,7 +122,7 @@ class ChatRenderer:
             size: approximate number of characters of the chat.
             allow_tool_calls: parse tool calls in the answer.
             template: chat template to use instead of the model's.
-            add_special_tokens: add the tokenizer's special tokens to those that the template writes.
+            add_special_tokens: add the tokenizer's special tokens (BOS, EOS), also if the template writes some.
             client: sender of the request; rendering is scheduled round robin over clients.
 
         Raises ``PenstockError`` if the chat is invalid, or has media that the model does not support.
@@ -131,7 +132,7 @@ class ChatRenderer:
             self._media.check(sources)
 
         async def encoded(messages: Messages) -> tuple[str, list[int]]:
-            """Text and token ids, with one placeholder per image and video."""
+            """Text and token ids of the chat, with one placeholder per image and video."""
             text = await self.text(messages, options, steps, size, template, client)
             steps.check_length(text)
             encode = partial(self._tokenizer.encode, text, add_special_tokens)
@@ -172,7 +173,7 @@ class ChatRenderer:
         template does not support them.
         """
         if wrong := options.keys() & {"messages", "self"}:
-            raise invalid("chat_template_kwargs", f"{wrong.pop()!r} is a reserved name")
+            raise invalid("chat_template_kwargs", f"{wrong.pop()!r} is a reserved name: remove it")
         chosen: Template
         if template is None:
             chosen = self._tokenizer.template_for(tools=options.get("tools") is not None)
@@ -187,7 +188,7 @@ class ChatRenderer:
         """Formats of tool calls and reasoning with a chat template.
 
         Args:
-            template: None: the model's template.
+            template: chat template; None: the model's template.
             tools: choose the model's template for chats with tools.
         """
         if template is not None:
@@ -211,7 +212,7 @@ class ChatRenderer:
             prompt: the rendered prompt, or its end.
             messages, options: inputs of the rendering; ``options["tools"]`` gives the types of tool arguments.
             allow_tool_calls: parse tool calls; without ``options["tools"]`` only those that begin with a marker.
-            template: the chat template that was used; None: the model's template.
+            template: chat template of ``prompt``; None: the model's template.
         """
         tools, reasoning = self.response_formats(template, options.get("tools") is not None)
         stage, continued = ReasoningStage.AFTER, bool(options.get("continue_final_message"))
@@ -219,7 +220,7 @@ class ChatRenderer:
             stage = initial_stage(reasoning, prompt, (continued_text(messages[-1]) or "") if continued else "")
         if not allow_tool_calls:
             return ParserConfig(reasoning, stage, continued)
-        if tools and tools.allow_unmarked and not options.get("tools"):  # without tools, JSON is content
+        if tools and tools.allow_unmarked and not options.get("tools"):  # without tools, unmarked JSON is content
             tools = replace(tools, allow_unmarked=False)
         return ParserConfig(reasoning, stage, continued, tools, _schemas(options.get("tools")))
 

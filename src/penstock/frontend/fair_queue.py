@@ -13,7 +13,8 @@ MAX_INLINE_TOKENS = 64
 TURN_SIZE = 1024
 """Number of tokens and logprobs processed per turn: a few milliseconds of work."""
 MAX_QUEUED = 2**16
-"""Number of queued tokens and logprobs above which a request's sequences are paused; they resume at a quarter of it."""
+"""Number of queued tokens and logprobs above which the sequences of a request are paused. They resume below a quarter
+of it."""
 
 
 class FairQueue:
@@ -48,7 +49,7 @@ class FairQueue:
             turns = self._waiting.pop(client)
             turn = turns.popleft()
             if turns:
-                self._waiting[client] = turns  # after the other clients
+                self._waiting[client] = turns  # this client's next turn is after the other clients'
             if not turn.done():
                 turn.set_result(None)
                 asyncio.get_running_loop().call_soon(self._grant)
@@ -60,7 +61,7 @@ class DeltaQueue:
     """Unprocessed deltas of one request.
 
     Args:
-        pause: called with True if the queue exceeds ``MAX_QUEUED``, and with False once it has shrunk.
+        pause: called with True if the queue exceeds ``MAX_QUEUED``, and with False once it is below a quarter of it.
     """
 
     def __init__(self, pause: Callable[[bool], None]) -> None:
@@ -87,7 +88,7 @@ class DeltaQueue:
         await self._not_empty.wait()
 
     def pop(self, maximum: int) -> Iterator[TokenDelta | Failure]:
-        """Remove items from the front, at least one, until ``maximum`` tokens and logprobs are taken."""
+        """Remove and yield items from the front, at least one, until ``maximum`` tokens and logprobs are taken."""
         taken = 0
         while self._items and (not taken or taken < maximum):
             item = self._items.popleft()

@@ -23,7 +23,7 @@ def SamplingParams(**options: Any) -> core.SamplingParams:
     given = {name: value for name, value in options.items() if value is not None}
     if (token_ids := given.pop("bad_words_token_ids", None)) is not None:
         given["bad_word_ids"] = tuple((one,) if isinstance(one, int) else tuple(one) for one in token_ids)
-    if given.get("top_p") == 0:  # greedy
+    if given.get("top_p") == 0:  # FastDeploy's value for greedy decoding
         del given["top_p"]
         given["temperature"] = 0
     minimum = {} if given.get("guided_decoding") else {"min_tokens": 1}
@@ -74,7 +74,7 @@ def _check_not_streaming(stream: bool) -> None:
 
 
 def _with_media(prompt: Any) -> Any:
-    """Rename FastDeploy's ``multimodal_data`` of a prompt."""
+    """Rename a prompt's ``multimodal_data`` (FastDeploy) to ``multi_modal_data`` (vLLM)."""
     if not isinstance(prompt, Mapping) or "multimodal_data" not in prompt:
         return prompt
     given = dict(prompt)

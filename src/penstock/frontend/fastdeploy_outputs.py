@@ -10,13 +10,13 @@ from penstock.text import ToolCall
 from .outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
 OK, FAILED = 200, 500
-"""``error_code`` of FastDeploy's results."""
+"""Values of FastDeploy's ``error_code`` for a successful and a failed request."""
 
 
 class SequenceOutputs(list[CompletionOutput]):
-    """A request's sequences. FastDeploy's attributes return those of the first sequence.
+    """Sequences of a request. FastDeploy's attributes return values of the first sequence.
 
-    FastDeploy's ``outputs`` is a single sequence and vLLM's is a list; both kinds of access work.
+    FastDeploy's ``outputs`` is one sequence, and vLLM's is a list; this class can be used as either.
     """
 
     send_idx = decode_type = 0

@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_INLINE_SIZE = 8192
-"""Longest prompt, in characters, that is encoded in the event loop; longer ones are encoded in a thread."""
+"""Longest prompt, in characters, that is encoded in the event loop; longer prompts are encoded in a thread."""
 FILE_SIZE = 16
-"""Characters added to the size of each file of an infill prompt: even an empty file takes time to encode."""
+"""Number of characters added to the size of each file of an infill prompt: even an empty file takes time to encode."""
 NUM_ENCODE_THREADS = 2
 """Number of threads that encode prompts."""
 NUM_MEDIA_THREADS = 8
@@ -82,7 +82,7 @@ class Gateway(Steps):
             resume,
         )
         self.fair_queue = FairQueue()
-        """Schedules the long work of requests on the event loop."""
+        """Schedules the processing of long deltas on the event loop."""
         self._open: dict[str, DeltaQueue] = {}
         """Unprocessed deltas of open requests by engine request id."""
         self._processors: dict[str, OutputProcessor] = {}
@@ -118,9 +118,9 @@ class Gateway(Steps):
         """Encode a prompt of the Python interface, and load its images and videos.
 
         Args:
-            timeout: seconds, for prompts that are processed in a thread; None: no limit.
+            timeout: time limit in seconds for prompts that are processed in a thread; None: no limit.
 
-        Raises ``PenstockError`` as ``encode``, and with code ``timeout``.
+        Raises ``PenstockError`` as ``encode``, and with code ``timeout`` if encoding takes longer.
         """
         if isinstance(prompt, TokenizedPrompt):
             return prompt
@@ -171,7 +171,7 @@ class Gateway(Steps):
         Args:
             client: as for ``ChatRenderer.prompt``.
 
-        Raises ``PenstockError`` if its chat template rejects them.
+        Raises ``PenstockError`` if the model's chat template rejects the texts.
         """
         pair = self.input_processor.pair(first, second)
         if isinstance(pair, Texts):
@@ -191,7 +191,7 @@ class Gateway(Steps):
         Raises ``PenstockError`` if the chat is invalid or far too long, or no engine is ready.
         """
         if len(messages) > (maximum := self.engine_pool.known_engine().max_model_len):
-            message = f"{len(messages)} messages do not fit the context of {maximum} tokens"
+            message = f"{len(messages)} messages do not fit the context of {maximum} tokens: send fewer"
             raise too_long("messages", message, len(messages), maximum)
         self.input_processor.check_chats()
         return await self.input_processor.chats.prompt(messages, options, self, size=size, **arguments)
@@ -211,10 +211,10 @@ class Gateway(Steps):
         tenant: str = "",
         trace: dict[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run a request; yields the cumulative output after each step, the last one finished.
+        """Run a request; yields the cumulative output after each step, until it is finished.
 
         A caller that is slower than the engine gets the tokens of several steps at once. If more than ``MAX_QUEUED``
-        are queued, the request's sequences are paused in the engine. Closing the generator aborts the request.
+        tokens are queued, the request's sequences are paused in the engine. Closing the generator aborts the request.
 
         Args:
             request_id: ``request_id`` of the outputs; default: a number.
@@ -234,9 +234,9 @@ class Gateway(Steps):
         deadline = None
         if timeout is not None:
             if not 0 <= timeout < math.inf:
-                raise invalid("timeout", f"must be a finite number of seconds, at least 0; it is {timeout}", 0)
+                raise invalid("timeout", f"must be a finite number of seconds, at least 0, is {timeout}", 0)
             deadline = arrived + timeout
-        name = str(next(self._ids))  # the engine's id: request_id need not be unique
+        name = str(next(self._ids))  # the engine's id must be unique, unlike request_id
         processor = self.input_processor.create_output_processor(
             name,
             prompt,
@@ -325,7 +325,7 @@ class Gateway(Steps):
         engine = self.engine_pool.known_engine()
         maximum = engine.max_model_len
         if (minimum := count // (self._longest_token * MAX_SHRINKAGE)) >= maximum:
-            message = f"has {count} characters, which cannot fit the context of {maximum} tokens"
+            message = f"has {count} characters, which cannot fit the context of {maximum} tokens: shorten it"
             raise too_long("prompt", message, max(minimum, maximum + 1), maximum)
 
     @cached_property

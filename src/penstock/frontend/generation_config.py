@@ -20,8 +20,8 @@ class GenerationConfig:
     """EOS tokens and default sampling parameters."""
 
     eos_token_ids: tuple[int, ...]
-    """``eos_token_id`` of ``generation_config.json``, or else of ``config.json``, plus the tokenizer's EOS token: chat
-    fine-tunes may have the base model's token in the other files."""
+    """``eos_token_id`` of ``generation_config.json`` (if absent, of ``config.json``), and the tokenizer's EOS token:
+    these files of a chat fine-tune may still have the base model's EOS token."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Default values of ``SamplingParams``."""
 
@@ -30,7 +30,7 @@ def read_generation_config(folder: Path, tokenizer: Tokenizer, other: Path | Non
     """Read the generation config of a checkpoint.
 
     Args:
-        other: folder whose ``generation_config.json`` replaces the checkpoint's.
+        other: folder with a ``generation_config.json`` to use instead of the checkpoint's.
 
     Raises ``PenstockError`` (``invalid``) if a file is not JSON or has a value out of bounds, or ``other`` has no
     ``generation_config.json``.
@@ -54,7 +54,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     result = read_json_file(path)
     if not isinstance(result, dict):
-        raise invalid("model", f"{path} is not a JSON object")
+        raise invalid("model", f"{path} is not a JSON object: download it again")
     if problem := next(out_of_bounds(result, GENERATION_BOUNDS), ""):
         raise invalid("model", f"{path}: {problem}")
     return result

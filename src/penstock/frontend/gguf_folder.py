@@ -1,7 +1,7 @@
 """Checkpoint folder of a GGUF file: configuration and tokenizer files, and links to the file's parts.
 
 The folder is written once, to the cache (``~/.cache/penstock/gguf``). Its name depends on the file's path, size and
-times, so later starts find it without reading the file. It is as large as the tokenizer.
+times, so later starts find it without reading the file. The folder is about as large as the tokenizer.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-"""Keys of ``generation_config.json`` by key of GGUF's ``general.sampling``."""
+"""Keys of ``generation_config.json`` by GGUF key (``general.sampling.temp``)."""
 POOLING_MODES = {1: "mean", 2: "cls", 3: "lasttoken"}
-"""``pooling_mode`` of sentence-transformers by GGUF's ``pooling_type``."""
+"""``pooling_mode`` of sentence-transformers by ``pooling_type`` of GGUF."""
 POOLING_MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
 """Folders of an embedding model's sentence-transformers modules."""
 FORMAT = 2
@@ -98,7 +98,7 @@ def _identity(parts: list[Path]) -> str:
 
 def _files(parts: list[GGUFFile]) -> dict[str, bytes]:
     """Contents of the folder's files by name."""
-    from penstock.text.from_gguf import GGUFTokenizer  # imports the tokenizers library
+    from penstock.text.from_gguf import GGUFTokenizer  # deferred: imports the tokenizers library
 
     config, tokenizer = config_of(parts), GGUFTokenizer(parts[0])
     ends = tokenizer.end_token_ids()
@@ -115,7 +115,7 @@ def _files(parts: list[GGUFFile]) -> dict[str, bytes]:
 
 
 def _pooling_files(file: GGUFFile) -> dict[str, bytes]:
-    """sentence-transformers files of an embedding model, empty for others. As in llama.cpp, embeddings are
+    """sentence-transformers files of an embedding model; empty for other models. As in llama.cpp, embeddings are
     normalized."""
     architecture = file.require("general.architecture", str)
     if (mode := POOLING_MODES.get(file.get(f"{architecture}.pooling_type", int, 0))) is None:
@@ -143,7 +143,7 @@ def _write(folder: Path, parts: list[Path], files: dict[str, bytes]) -> None:
         try:
             new.rename(folder)
         except OSError:
-            if not folder.is_dir():  # another process may have been faster
+            if not folder.is_dir():  # another process may have created the folder
                 raise
     finally:
         shutil.rmtree(new, ignore_errors=True)

@@ -33,7 +33,7 @@ NO_CHECKPOINTS = {
     "*.engine": f"it is a TensorRT engine: {ADVICE}, of the original model",
     "snapshots": "it is a model in the hub's cache: give its name (org/name), or the folder within snapshots",
 }
-"""Problem and advice for a folder without a config.json, by a file in it."""
+"""Problem and advice for a folder without config.json; key: pattern of the name of a file in it."""
 
 
 def resolve(
@@ -59,11 +59,11 @@ def resolve(
         cache_dir: folder for downloads; None: Hugging Face's shared cache (``HF_HUB_CACHE``).
         hub: hub of names without a scheme, ``huggingface`` or ``modelscope``.
         progress: show progress bars.
-        selection: files to download; None: all that a checkpoint needs.
+        selection: files to download; None: all files that a checkpoint needs.
 
     Raises ``PenstockError``: ``not_found`` for a name or revision that the hub does not have, or that is not cached
     while ``HF_HUB_OFFLINE`` is set; ``invalid`` for a missing path, a malformed name, a model that the token does not
-    give access to, a folder whose download is incomplete, or a cache that cannot be written; ``unavailable`` if the hub
+    give access to, an incomplete download, or a cache that cannot be written; ``unavailable`` if the hub
     cannot be reached.
     """
     if not model:
@@ -76,7 +76,7 @@ def resolve(
         raise invalid("model", f"{path} does not exist: {ADVICE}")
     if token and not (token.isascii() and token.isprintable()):
         raise invalid("hf_token", "has non-ASCII or control characters: copy the token again, without line breaks")
-    from .downloads import DownloadOptions, Selection, parse, resolve_name  # imports an HTTP client
+    from .downloads import DownloadOptions, Selection, parse, resolve_name  # deferred: imports an HTTP client
 
     name = parse(str(model), hub, revision)
     if name.scheme == "file":
@@ -99,8 +99,8 @@ def resolve_source(model: str | Path, source: ModelOptions, **arguments: Any) ->
 
 
 def _checkpoint_at(path: Path) -> Path:
-    """Checkpoint folder for an existing path. Raises ``PenstockError``."""
-    if (path / ".penstock").is_dir():  # state of a download
+    """Checkpoint folder for an existing path. Raises ``PenstockError`` as ``resolve``."""
+    if (path / ".penstock").is_dir():  # the folder is the destination of a download
         from .downloads import missing_files
 
         if missing := missing_files(path):

@@ -35,7 +35,7 @@ from .output_processor import OutputProcessor
 from .pooling_config import PoolerConfig, read_pooler
 from .prompts import Messages, Prompt, TokenizedPrompt
 
-if TYPE_CHECKING:  # it imports NumPy
+if TYPE_CHECKING:  # the module imports NumPy
     from .speech.processor import SpeechProcessor
 
 MAX_TOKENS = 16
@@ -54,7 +54,7 @@ class InputProcessor:
     Args:
         model: folder of the checkpoint; empty for the built-in model.
         options: tokenizer, template and parser options.
-        max_output_len: upper limit of a request's ``max_tokens``; 0: none.
+        max_output_len: upper limit of ``max_tokens`` of a request; 0: no limit.
         isolated: run the tokenizer in another process, so that loading it does not block the event loop.
         check_types: check the types of each request's fields, for requests of the Python interface. HTTP requests
             have been checked by the parser.
@@ -72,7 +72,7 @@ class InputProcessor:
         self._options = options
         self._check_types = check_types
         self.default_max_tokens = min(MAX_TOKENS, max_output_len or MAX_TOKENS)
-        """``max_tokens`` of a completion request without one."""
+        """Default of ``max_tokens`` of a completion request."""
         source = Path(options.tokenizer or folder)
         template = _template(options.chat_template, source)
         self.tokenizer: Tokenizer
@@ -90,20 +90,20 @@ class InputProcessor:
         """Audio processor of a speech-to-text model; None for other models."""
 
     def close(self) -> None:
-        """Stop the tokenizer and template processes, if there are any."""
+        """Stop the tokenizer and template processes."""
         self.chats.close()
         self.tokenizer.close()
 
     def _read_speech_processor(self, folder: Path) -> SpeechProcessor | None:
         if not (folder / CONFIG).is_file() or not is_speech(config := read_config_json(folder, weights=False)):
             return None
-        from .speech.processor import read_speech_processor  # imports NumPy
+        from .speech.processor import read_speech_processor  # deferred: imports NumPy
 
         return read_speech_processor(folder, self.tokenizer, self._defaults.eos_token_ids[0], config, self._options)
 
     @property
     def allows_logprobs(self) -> bool:
-        """True if requests may ask for logprobs (``enable_logprob``)."""
+        """True if requests may set ``logprobs`` (server option ``enable_logprob``)."""
         return self._options.enable_logprob
 
     def check_chats(self) -> None:
@@ -125,7 +125,7 @@ class InputProcessor:
 
     @cached_property
     def pooler(self) -> PoolerConfig:
-        """How hidden states are pooled to embeddings, classes or scores.
+        """Pooling of hidden states to embeddings, classes or scores.
 
         Raises ``PenstockError`` if the checkpoint's pooling is not supported.
         """
@@ -178,7 +178,9 @@ class InputProcessor:
         if token_ids is None and isinstance(text, str):
             token_ids = self.tokenizer.encode(text, add_special_tokens)
         if not isinstance(token_ids, Sequence):
-            raise invalid("prompt", "must be text, token ids, or a mapping with prompt or prompt_token_ids")
+            kind = type(prompt).__name__
+            message = f"must be text, token ids, or a mapping with prompt or prompt_token_ids, is a {kind}"
+            raise invalid("prompt", message)
         return text, list(token_ids)
 
     def create_output_processor(
@@ -194,21 +196,22 @@ class InputProcessor:
         Args:
             fields: other fields of ``EngineRequest``.
 
-        Raises ``PenstockError`` if the request is invalid, or asks for logprobs that are disabled.
+        Raises ``PenstockError`` if the request is invalid, or requests logprobs while they are disabled.
         """
         sampling = sampling or self.default_sampling
         for field in () if self._options.enable_logprob else LOGPROB_FIELDS:
             if (value := getattr(sampling, field)) is not None and value is not False:
                 raise PenstockError(Code.UNSUPPORTED, f"{field}: is disabled on this server (enable_logprob)", field)
         for field in LOGPROB_FIELDS[:2]:
-            if (getattr(sampling, field) or 0) > (maximum := self._options.max_logprobs):
-                raise invalid(field, f"must be at most {maximum} on this server (max_logprobs)", maximum)
+            if (value := getattr(sampling, field) or 0) > (maximum := self._options.max_logprobs):
+                message = f"must be at most {maximum} on this server (max_logprobs), is {value}"
+                raise invalid(field, message, maximum)
         bad_words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]
         if bad_words:
             sampling = sampling.replace(bad_word_ids=sampling.bad_word_ids + tuple(map(tuple, bad_words)))
         internal_logprobs = sampling.num_returned > sampling.n and sampling.logprobs is None
         if internal_logprobs:
-            sampling = sampling.replace(logprobs=0)  # needed to rank the sequences of best_of
+            sampling = sampling.replace(logprobs=0)  # best_of ranks sequences by their logprobs
         reasoning_span = self._reasoning_span(sampling, prompt.parser_config)
         if reasoning_span is None and (limit := sampling.response_max_tokens) is not None:
             sampling = sampling.replace(max_tokens=min(limit, sampling.max_tokens or limit))
@@ -233,7 +236,7 @@ class InputProcessor:
         )
 
     def vocabulary(self) -> Vocabulary:
-        """Vocabulary in the form that guided decoding needs."""
+        """Vocabulary for guided decoding."""
         return self._vocabulary
 
     @cached_property
@@ -243,7 +246,7 @@ class InputProcessor:
     def _reasoning_span(self, sampling: SamplingParams, parser_config: ParserConfig | None) -> ReasoningSpan | None:
         """Reasoning span for the engine; None if neither a limit nor guided decoding depends on it.
 
-        Raises ``PenstockError`` if the reasoning's length is limited and the model has no reasoning.
+        Raises ``PenstockError`` if a limit is set, and the request is no chat or no single token ends the reasoning.
         """
         limits = [name for name in REASONING_LIMITS if getattr(sampling, name) is not None]
         if limits and parser_config is None:
@@ -274,7 +277,8 @@ class InputProcessor:
 
 
 def _template(given: str | None, folder: Path) -> str | None:
-    """Text of a chat template given as text (it contains ``{``), path of a file, or name of one in the checkpoint."""
+    """Text of a chat template. ``given`` is a template (it contains ``{``), the path of a file, or the name of one of
+    the checkpoint's templates."""
     if not given or "{" in given:
         return given
     path = Path(given)

@@ -49,9 +49,10 @@ def decode_isolated(module: str, request: msgspec.Struct, data: bytes, reply: ty
         )
         return msgspec.msgpack.decode(done.stdout, type=reply)
     except subprocess.TimeoutExpired as error:
-        raise invalid(kind, f"takes more than {timeout:g} seconds to decode ({kind}_timeout)", timeout) from error
+        message = f"takes more than {timeout:g} seconds to decode ({kind}_timeout): send a shorter file"
+        raise invalid(kind, message, timeout) from error
     except (subprocess.CalledProcessError, msgspec.MsgspecError) as error:
-        raise invalid(kind, f"is damaged {kind}, or takes too much time or memory to decode") from error
+        raise invalid(kind, f"is damaged {kind}, or takes too much time or memory to decode: convert it") from error
 
 
 def serve_one(

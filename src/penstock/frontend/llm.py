@@ -39,7 +39,7 @@ class LLM(PoolingLLM):
     Args:
         model: folder of a Hugging Face checkpoint, name on the hub (``org/name@revision``), URI (``s3://`` …), or
             Python package (``pypi:NAME``); empty: the built-in model.
-        tokenizer: folder of another tokenizer than the checkpoint's.
+        tokenizer: folder of a tokenizer to use instead of the checkpoint's.
         chat_template: template to use instead of the checkpoint's.
         tool_call_parser: format of tool calls, by vLLM's name; ``auto``: detected from the chat template.
         reasoning_parser: format of reasoning, by vLLM's name; ``auto``: detected from the chat template; ``none``:
@@ -53,8 +53,8 @@ class LLM(PoolingLLM):
         revision: branch, tag or commit on the hub.
         hf_token: hub token for gated and private models; default: ``HF_TOKEN`` from the environment.
         download_dir: folder for downloads; default: Hugging Face's cache, for models on its hub.
-        compat: system whose option names and defaults are used (``fastdeploy`` …). With ``fastdeploy``, outputs also
-            have FastDeploy's attributes (``outputs.text``).
+        compat: system that defines the option names and defaults (``fastdeploy`` …); empty: vLLM. With
+            ``fastdeploy``, outputs also have FastDeploy's attributes (``outputs.text``).
         options: fields of ``EngineOptions``.
 
     Raises ``PenstockError`` if the engine cannot start with these options and this checkpoint.
@@ -62,11 +62,11 @@ class LLM(PoolingLLM):
 
     def __init__(self, model: str | Path = "", *, compat: str = "", **options: Any) -> None:
         model_options, self.options = read_options(model, compat, options)
-        if self.options.data_parallel_size > 1:
-            message = "data_parallel_size: LLM runs one engine, in this process; use AsyncLLM or penstock serve"
+        if (size := self.options.data_parallel_size) > 1:
+            message = f"data_parallel_size: is {size}, but LLM runs one engine; use AsyncLLM or penstock serve"
             raise PenstockError(Code.UNSUPPORTED, message, "data_parallel_size")
-        if self.options.role != "mixed":
-            raise invalid("role", "LLM computes both prompts and outputs, so it must be mixed; use penstock serve")
+        if (role := self.options.role) != "mixed":
+            raise invalid("role", f"is {role}, but LLM computes prompts and outputs: set mixed, or use penstock serve")
         max_output_len = self.options.max_output_len
         self._input_processor = InputProcessor(self.options.model, model_options, max_output_len, check_types=True)
         self.engine = Engine(self.options)
@@ -92,14 +92,14 @@ class LLM(PoolingLLM):
         """Generate completions for prompts, all in one batch.
 
         Args:
-            sampling_params: one for all, or one per prompt; None: ``get_default_sampling_params()``.
+            sampling_params: one object for all prompts, or one per prompt; None: ``get_default_sampling_params()``.
             use_tqdm: show a progress bar.
-            lora_request: LoRA adapter, one for all or one per prompt; None: the base model. Loaded from its folder if
-                it is not loaded yet.
-            priority: one per prompt, for ``scheduling_policy`` ``priority``.
+            lora_request: LoRA adapter for all prompts, or one per prompt; None: the base model. Loaded from its folder
+                if it is not loaded yet.
+            priority: one integer per prompt, for ``scheduling_policy`` ``priority``.
 
         Returns:
-            One output per prompt, in the same order. The sequences of failed ones have a ``failure``.
+            One output per prompt, in the same order. The sequences of failed requests have a ``failure``.
 
         Raises ``PenstockError`` (``invalid``) for an invalid request, before any request is run.
         """
@@ -170,7 +170,7 @@ class LLM(PoolingLLM):
             The version of the new weights, as in ``RequestOutput.weights_version``.
 
         Raises ``PenstockError`` if weights are missing, damaged, not finite or of another model, or if memory cannot
-        hold them in addition to the current ones; ``sleep(2)`` drops the current ones first.
+        hold the new weights in addition to the current ones (``sleep(2)`` frees the current weights first).
         """
         with as_checkpoint_folder(weights, self.options.model) as folder:
             try:
@@ -193,7 +193,7 @@ class LLM(PoolingLLM):
         """Reload the weights and allocate the KV cache that ``sleep`` has freed.
 
         Args:
-            tags: ``weights``, ``kv_cache``; None: both. Requests run only when both are restored.
+            tags: ``weights``, ``kv_cache``; None: both. Requests run only after both are restored.
 
         Raises ``PenstockError`` if the weights cannot be reloaded. Weights that were passed to ``update_weights`` as
         tensors are lost and must be passed again.
@@ -221,13 +221,14 @@ class LLM(PoolingLLM):
     ) -> list[Loglikelihood]:
         """Log probability of each continuation given its prompt, for multiple-choice evaluations.
 
-        Prompt and continuation are encoded separately, so that neither changes the other's tokens.
+        Prompt and continuation are encoded separately, so that no token spans both.
 
         Raises ``PenstockError`` (``invalid``) if the numbers of prompts and continuations differ, or one is empty.
         """
         before, after = as_list(prompts), as_list(continuations)
         if len(before) != len(after):
-            raise invalid("continuations", f"has {len(after)} items for {len(before)} prompts", len(before))
+            message = f"has {len(after)} items for {len(before)} prompts: give one per prompt"
+            raise invalid("continuations", message, len(before))
         starts, wholes = [], []
         for prompt, continuation in zip(before, after, strict=True):
             start, rest = (
@@ -235,7 +236,8 @@ class LLM(PoolingLLM):
                 self._input_processor.encode(continuation, add_special_tokens=False),
             )
             if not start or not rest:
-                raise invalid("prompts" if rest else "continuations", "must have at least one token each")
+                message = f"must have at least one token each; item {len(starts)} has none"
+                raise invalid("prompts" if rest else "continuations", message)
             starts.append(len(start))
             wholes.append(start + rest)
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -258,7 +260,7 @@ class LLM(PoolingLLM):
         bar = tqdm(total=len(processors), desc="requests", unit="request", disable=not use_tqdm)
         collecting = gc.get_freeze_count() == 0
         if collecting:
-            gc.freeze()  # so that collections do not traverse long-lived objects
+            gc.freeze()  # exclude long-lived objects from garbage collection
         try:
             while following or self.engine.busy:
                 while following and self.engine.try_add(following.request):

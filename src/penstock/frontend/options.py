@@ -30,10 +30,11 @@ def read_options(model: str | Path, compat: str, given: Mapping[str, Any]) -> tu
     """Convert keyword arguments to options; the model is downloaded if it is not cached.
 
     Args:
-        compat: system whose option names and defaults are used; empty: vLLM.
-        given: options by name; None: absent.
+        compat: system that defines the option names and defaults; empty: vLLM.
+        given: options by name; None: the option is absent.
 
-    Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
+    Raises ``PenstockError`` (``invalid``) for a wrong value, and for an unknown name; the message then has the
+    nearest known name.
     """
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     present = {name: value for name, value in plain.items() if value is not None}
@@ -66,7 +67,7 @@ def translate_options(
 
     Args:
         compat: the system; empty: vLLM.
-        model_defaults: defaults of the model, which override those of the system.
+        model_defaults: defaults of the model, which override the system's defaults.
 
     Raises ``PenstockError`` (``invalid``) for an unknown system, and for invalid or unsupported values.
     """
@@ -74,7 +75,7 @@ def translate_options(
     foreign, native = {}, {}  # options by the system's names, and by Penstock's
     for name, value in given.items():
         if name in profile.flags:
-            if value is None:  # the default of vLLM's and FastDeploy's parameters
+            if value is None:  # vLLM and FastDeploy write None for an absent option
                 continue
             foreign[name] = value if isinstance(value, str) else json.dumps(value)
         else:

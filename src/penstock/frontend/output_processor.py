@@ -50,8 +50,8 @@ class OutputProcessor:
                 output.logprobs, output.cumulative_logprob = [], 0.0
 
     def add(self, delta: TokenDelta) -> str | None:
-        """Process a delta. Returns the stop string found in it, if any; the caller then ends the sequence in the
-        engine."""
+        """Process a delta. Returns the stop string that ends the sequence, or None. After a stop string, the caller
+        ends the sequence in the engine."""
         if self.request.sampling.stop and len(delta.token_ids) > 1:  # a stop string may end before the last token
             return next((stop for part in _per_token(delta) if (stop := self._add(part)) is not None), None)
         return self._add(delta)
@@ -101,7 +101,7 @@ class OutputProcessor:
         return stop
 
     def _select_best(self) -> None:
-        """Put the ``n`` most likely sequences into the output, the best first; failed ones precede all others."""
+        """Put ``n`` sequences into the output: failed sequences first, then the most likely ones."""
         self.output.num_discarded_tokens = sum(len(completion.token_ids) for completion in self._sequences)
         ranked = sorted(
             self._sequences,
@@ -143,7 +143,7 @@ class OutputProcessor:
 
 
 def _per_token(delta: TokenDelta) -> Iterator[TokenDelta]:
-    """Split a delta into one per token."""
+    """Split a delta into deltas of one token each."""
     last = len(delta.token_ids) - 1
     for i, token in enumerate(delta.token_ids):
         logprobs = None if delta.logprobs is None else delta.logprobs[i : i + 1]
@@ -173,14 +173,14 @@ class _SequenceText:
         form = parser_config.reasoning if parser_config else None
         self._reasoning_end = form.end_marker.encode() if form else b""
         self._num_reasoning_tokens: int | None = None
-        """None until the reasoning has ended."""
+        """Final number of reasoning tokens; None until the reasoning has ended."""
         self._vocabulary = tokenizer.vocabulary
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         self._min_tokens = sampling.min_tokens
         self._keep_stop_token = sampling.include_stop_str_in_output
 
     def add(self, delta: TokenDelta, tokens: int) -> tuple[str, str | None]:
-        """Returns the text to append, and the stop string found, if any.
+        """Detokenize a delta. Returns the text to append, and the stop string found in it or None.
 
         Args:
             tokens: number of tokens generated so far, including this delta.
@@ -202,7 +202,7 @@ class _SequenceText:
         return len(token_ids) if self._num_reasoning_tokens is None else self._num_reasoning_tokens
 
     def _count_reasoning_tokens(self, token_ids: list[int]) -> int:
-        """Count by the tokens' bytes, as the end marker may span several tokens and a step may add several."""
+        """Count by bytes, as the end marker may span several tokens, and a step may add several tokens."""
         size = len(self._vocabulary)
         decoded = [self._vocabulary[token] if token < size else b"" for token in token_ids]
         before, _, _ = b"".join(decoded).partition(self._reasoning_end)

@@ -48,7 +48,7 @@ class CompletionOutput:
     """Stop token or stop string that ended the sequence; None for an EOS token."""
     failure: Failure | None = None
     perf: PerfMetrics | None = None
-    """Set with ``return_perf_metrics``; with beam search only for the first beam, on behalf of all."""
+    """Set with ``return_perf_metrics``; with beam search, the first beam has the metrics of the request."""
 
     @property
     def finished(self) -> bool:
@@ -226,7 +226,7 @@ def embedding_of(output: RequestOutput) -> list[float]:
 
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
-    """Cosine similarity of two vectors; 0 if one is zero."""
+    """Cosine similarity of two vectors; 0 if a vector is zero."""
     lengths = math.sqrt(math.fsum(x * x for x in a) * math.fsum(x * x for x in b))
     return math.fsum(map(mul, a, b)) / lengths if lengths else 0.0
 
@@ -264,7 +264,7 @@ class Loglikelihood:
 
     @classmethod
     def of(cls, output: RequestOutput, start: int) -> Loglikelihood:
-        """Convert an output with ``prompt_logprobs`` whose prompt has the continuation from token ``start`` on.
+        """Convert an output with ``prompt_logprobs``. Its prompt contains the continuation, from token ``start`` on.
 
         Raises ``PenstockError`` if the request failed.
         """

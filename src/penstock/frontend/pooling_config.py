@@ -32,7 +32,7 @@ PROBLEMS: Mapping[str, Literal["none", "sigmoid", "softmax"]] = {
 }
 """Activation of a classifier's outputs by ``problem_type`` of ``config.json``."""
 FUNCTIONS: Mapping[str, Literal["none", "sigmoid", "softmax"]] = {"Identity": "none", "Sigmoid": "sigmoid"}
-"""Activation by the class of ``torch.nn`` that a sentence-transformers cross-encoder names."""
+"""Activation of a sentence-transformers cross-encoder by the name of its ``torch.nn`` class."""
 
 
 PoolingTask = Literal["embed", "classify", "score", "token_embed", "token_classify"]
@@ -58,7 +58,7 @@ class PoolerConfig:
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Prefixes of texts by name (``query`` …), as in ``config_sentence_transformers.json``."""
     default_prompt: str = ""
-    """Name of the default prefix; empty: none."""
+    """Name of the default prefix; empty: no prefix."""
 
     @property
     def is_cross_encoder(self) -> bool:
@@ -73,7 +73,7 @@ class PoolerConfig:
         return given.with_defaults(self.embedding) if given else self.embedding
 
     def classifier_params(self, given: PoolingParams | None = None) -> PoolingParams:
-        """Parameters of a classification request. Raises ``PenstockError`` (``unsupported``) for other models."""
+        """Parameters of a classification request. Raises ``PenstockError`` (``unsupported``) without a classifier."""
         if self.classifier is None:
             message = "this model has no classifier (--task score scores with a generative model's yes and no tokens)"
             raise PenstockError(Code.UNSUPPORTED, message, "model")
@@ -88,7 +88,7 @@ class PoolerConfig:
         return self.embedding_params(given) if task.endswith("embed") else self.classifier_params(given)
 
     def with_prompt(self, text: str, name: str | None = None) -> str:
-        """Add the prefix of that name to a text; None: the default one. Raises ``PenstockError`` (``invalid``) for an
+        """Add the prefix ``name`` to a text; None: the default prefix. Raises ``PenstockError`` (``invalid``) for an
         unknown name."""
         name = self.default_prompt if name is None else name
         if name and name not in self.prompts:
@@ -166,7 +166,8 @@ def _yes_or_no(options: ModelOptions, tokenizer: Tokenizer) -> PoolingParams:
     """Parameters of a generative reranker such as Qwen3-Reranker: the probability of the "yes" token against "no"."""
     tokens = options.classifier_tokens
     if len(tokens) != 2:
-        raise invalid("classifier_tokens", "must be two tokens, first the one for no, then the one for yes", 2)
+        message = f"must be two tokens, first the one for no, then the one for yes; it has {len(tokens)}"
+        raise invalid("classifier_tokens", message, 2)
     ids = [tokenizer.token_to_id(token) for token in tokens]
     for token, token_id in zip(tokens, ids, strict=True):
         if token_id is None:
@@ -178,7 +179,7 @@ def _yes_or_no(options: ModelOptions, tokenizer: Tokenizer) -> PoolingParams:
 
 def _mode(folder: Path) -> PoolingType:
     if not (folder / "config.json").exists():
-        raise invalid("model", f"{folder} has no config.json, so its pooling is unknown")
+        raise invalid("model", f"{folder} has no config.json, so its pooling is unknown: set pooling_type")
     config = read_object(folder / "config.json")
     if config.get("include_prompt") is False:
         message = f"{folder} excludes prompts from pooling (include_prompt is false), which is not supported"

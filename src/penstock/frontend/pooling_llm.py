@@ -37,11 +37,11 @@ Params = PoolingParams | Sequence[PoolingParams] | None
 class PoolingLLM(ABC):
     """Pooling methods of ``LLM``. Common arguments:
 
-    ``pooling_params``: one for all, or one per prompt; fields that are None default to the checkpoint's.
+    ``pooling_params``: one object for all prompts, or one per prompt; None fields take the checkpoint's values.
     ``lora_request``: as for ``LLM.generate``.
     ``truncate_prompt_tokens``: number of tokens to keep of a prompt, including special tokens; -1: the model's maximum.
 
-    All raise ``PenstockError`` for an invalid prompt, or one that fails.
+    All methods raise ``PenstockError`` if a prompt is invalid, or its request fails.
     """
 
     engine: Engine
@@ -50,7 +50,7 @@ class PoolingLLM(ABC):
 
     @abstractmethod
     def _adapters(self, given: LoRA, count: int) -> list[str]:
-        """Load the adapters; returns the adapter name of each prompt, empty for none."""
+        """Load the adapters; returns the adapter name of each prompt, empty for the base model."""
 
     @abstractmethod
     def _run(self, processors: list[OutputProcessor], use_tqdm: bool) -> list[RequestOutput]:
@@ -69,8 +69,8 @@ class PoolingLLM(ABC):
         """Embed prompts.
 
         Args:
-            prompt_name: name of a prefix of texts in ``config_sentence_transformers.json``; None: the default one
-                there; empty: no prefix.
+            prompt_name: name of a prefix of texts in ``config_sentence_transformers.json``; None: the default prefix
+                of this file; empty: no prefix.
         """
         pooler = self._input_processor.pooler
         texts = [pooler.with_prompt(each, prompt_name) if isinstance(each, str) else each for each in as_list(prompts)]
@@ -213,7 +213,8 @@ class PoolingLLM(ABC):
 
     def _prompt(self, prompt: Prompt | Texts, limit: int | None) -> TokenizedPrompt:
         if limit is not None and (limit < -1 or limit == 0):
-            raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for the model's maximum", 1)
+            message = f"must be at least 1, or -1 for the model's maximum, is {limit}"
+            raise invalid("truncate_prompt_tokens", message, 1)
         limit = self.engine.max_model_len if limit == -1 else limit
         if isinstance(prompt, Texts):
             return self._input_processor.encode_texts(Texts(prompt.text, prompt.pair, max_len=limit))
@@ -226,24 +227,25 @@ class PoolingLLM(ABC):
 
 
 def _pairs(first: Sequence[T], second: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """Repeat a single ``first`` for each of ``second``. Raises ``PenstockError`` (``invalid``) if there are several of
-    both, and their numbers differ."""
+    """Repeat the only item of ``first`` for each item of ``second``; equal numbers of items are returned unmodified.
+    Raises ``PenstockError`` (``invalid``) for other numbers of items."""
     if len(first) not in (1, len(second)):
-        raise invalid("text_2", f"has {len(second)} texts, and text_1 has {len(first)}", len(first))
+        message = f"has {len(second)} texts, and text_1 has {len(first)}: text_1 must have one, or as many as text_2"
+        raise invalid("text_2", message, len(first))
     return (list(first) * len(second) if len(first) == 1 else first), second
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Convert one prompt or several to a list."""
+    """Convert one prompt, or a sequence of prompts, to a list."""
     if isinstance(prompts, str | Mapping | TokenizedPrompt) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [cast(Prompt, prompts)]
     return cast(list[Prompt], list(prompts))
 
 
 def per_prompt(given: T | Sequence[T], count: int, field: str) -> list[T]:
-    """Convert one value for all prompts, or a sequence with one per prompt, to a list."""
+    """Convert one value for all prompts, or a sequence with one value per prompt, to a list."""
     if not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
-        raise invalid(field, f"has {len(given)} items for {count} prompts", count)
+        raise invalid(field, f"has {len(given)} items for {count} prompts: give one item per prompt", count)
     return list(given)

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,11 +33,11 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @contextmanager
 def as_checkpoint_folder(weights: NamedTensors | str | Path, model: str) -> Iterator[str]:
-    """Context with a checkpoint folder for weights: that of a checkpoint or GGUF file, or a temporary one in shared
-    memory with the tensors.
+    """Context with a checkpoint folder for weights: for a path the folder of the checkpoint or GGUF file, for tensors a
+    temporary folder in shared memory.
 
     Args:
-        model: folder of the served model, whose configuration is added to the tensors; empty: the built-in model.
+        model: folder of the served model; its configuration is added to the tensors. Empty: the built-in model.
 
     Raises ``PenstockError`` if a tensor is given twice, or shared memory has too little space.
     """
@@ -44,12 +45,12 @@ def as_checkpoint_folder(weights: NamedTensors | str | Path, model: str) -> Iter
         path = Path(weights).absolute()
         yield str(checkpoint_folder(path) if path.suffix == ".gguf" and path.is_file() else path)
         return
-    from safetensors.torch import save_file  # imports PyTorch
+    from safetensors.torch import save_file  # deferred: imports PyTorch
 
     given = list(weights.items() if isinstance(weights, Mapping) else weights)
-    names = [name for name, _ in given]
-    if len(set(names)) < len(names):
-        raise invalid("weights", "contain two tensors of the same name")
+    twice = [name for name, count in Counter(name for name, _ in given).items() if count > 1]
+    if twice:
+        raise invalid("weights", f"contain two tensors of the same name ({twice[0]})")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in given}
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size > (free := shutil.disk_usage(SHARED_MEMORY).free):

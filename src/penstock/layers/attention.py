@@ -75,14 +75,15 @@ class Attention:
         name: module in the checkpoint with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``.
         rope: ``[max_len, rotary_dim]`` from ``BuildContext.rope_table``.
         window: sliding window: number of positions that a query sees, including its own; 0: all.
-        chunked: see ``AttentionOptions``.
+        chunked: chunked attention (Llama 4): a query sees only its chunk of ``window`` positions.
         query_factors: ``[max_len, head_dim]`` float32: factor of the queries at each position, in the first half of a
             row; the second half is zeros. This is a rotary table without rotation, applied last. None: no factors.
         qk_norms: norms of each head's queries and keys, fused with the rotary embedding.
         qk_norm_layers: norms of queries and keys that are not fused.
-        rope_interleaved: see ``reference.rope``.
+        rope_interleaved: rotate adjacent dimensions (GPT-J) instead of the two halves of a head (GPT-NeoX).
         scale: softmax scale; None: ``head_dim ** -0.5``.
-        softcap, sinks: see ``AttentionOptions``; the sinks are those of this rank's heads.
+        softcap: soft cap of the attention scores, ``cap * tanh(score / cap)``; 0: off.
+        sinks: sink logits of this rank's heads, ``[heads]`` float32; None: no sinks.
         input_size: size of the input of ``q_proj``, ``k_proj`` and ``v_proj``; None: ``hidden_size``.
     """
 

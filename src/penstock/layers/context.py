@@ -50,7 +50,7 @@ class Weights(Protocol):
     def has(self, name: str) -> bool: ...
 
     def format_of(self, name: str) -> Format:
-        """Format of a quantized matrix (``name`` without ``.weight``); ``UNQUANTIZED`` for others, which ``read``
+        """Format of a quantized matrix (``name`` without ``.weight``); ``UNQUANTIZED`` for a matrix that ``read``
         returns."""
         ...
 
@@ -58,14 +58,14 @@ class Weights(Protocol):
         """Read the rows from ``rows[0]`` to ``rows[1]`` of a quantized matrix ``[outputs, inputs]``. 4-bit
         floating-point formats are returned dequantized, ``[rows, inputs]`` float32.
 
-        Raises ``PenstockError`` (``invalid``) if its tensors are missing, damaged, or have another shape or kind of
-        dtype.
+        Raises ``PenstockError`` (``invalid``) if a tensor of the matrix is missing, damaged, or has another shape or
+        kind of dtype.
         """
         ...
 
 
 class PackedWeights(Protocol):
-    """Packed matrices on disk from an earlier start (``models.weights.cache``), or of an engine folder."""
+    """Packed matrices on disk: those of an earlier start (``models.weights.cache``), or of an engine folder."""
 
     mapped_bytes: int
 
@@ -74,7 +74,7 @@ class PackedWeights(Protocol):
 
 
 class PackedOutput(Protocol):
-    """Receiver of all weights that layers use, from which the model can be built without its checkpoint
+    """Receiver of all weights that layers use. It allows building the model later without its checkpoint
     (``models.weights.engine_output``)."""
 
     def has(self, name: str) -> bool:
@@ -89,22 +89,22 @@ class PackedOutput(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Options of building a model, or the part of it on one rank."""
+    """Options for building a model, or one rank's part of it."""
 
     group: Group = SINGLE_RANK
-    """Tensor-parallel group, with the rank whose part is built."""
+    """Tensor-parallel group; the part of its ``rank`` is built."""
     layers: range | None = None
     """Indices of the layers of the pipeline stage; None: all."""
     expert_parallel: bool = False
-    """True: each rank has some whole experts; False: a part of every expert."""
+    """True: each rank has some complete experts; False: each rank has a part of every expert."""
     expert_placement: Mapping[int, Ranks] = field(default_factory=dict)
-    """Experts of each rank, by layer, with ``expert_parallel``; other layers: ``even_placement``."""
+    """Experts of each rank by layer, with ``expert_parallel``; layers without an entry use ``even_placement``."""
     num_redundant_experts: int = 0
     """Number of redundant experts in layers without a placement."""
     expert_load: ExpertLoad | None = None
     """Counters of tokens per expert; None: not counted."""
     check_finite: bool = False
-    """Refuse weights with NaN or infinite values, as for a model update."""
+    """Refuse weights with NaN or infinite values (set for a weight update)."""
     max_loras: int = 0
     """Maximum number of loaded adapters; 0: layers without LoRA."""
     max_lora_rank: int = 0
@@ -146,18 +146,18 @@ class BuildContext(BuildOptions):
         tensor = self._read_tensor(name, *shape, rows=rows, as_stored=as_stored)
         if self.output:
             self.output.add_tensor(name, tensor)
-        if tensor.dim() == 1:  # vectors may stay mapped from the file, which may be replaced meanwhile
+        if tensor.dim() == 1:  # a vector may be a view of the mapped file, which can be replaced later
             tensor = tensor.clone()
         return tensor.to(self.device) if as_stored else tensor.to(self.device, self.dtype)
 
     def _read_tensor(self, name: str, *shape: int, rows: tuple[int, int] | None, as_stored: bool = False) -> Tensor:
         tensor = self.weights.read(name, *shape, rows=rows, as_stored=as_stored)
         if self.check_finite and tensor.is_floating_point() and not is_finite(tensor):
-            raise invalid("model", f"tensor {name} has values that are not finite numbers")
+            raise invalid("model", f"tensor {name} has values that are not finite (NaN or infinity); check the weights")
         return tensor
 
     def experts_of_ranks(self, layer: int, num_experts: int) -> Ranks:
-        """The experts of a layer on each rank, with ``expert_parallel``."""
+        """Experts of a layer by rank for ``expert_parallel``: ``expert_placement``, else ``even_placement``."""
         placed = self.expert_placement.get(layer)
         return placed or even_placement(num_experts, self.group.size, self.num_redundant_experts)
 
@@ -173,7 +173,7 @@ class BuildContext(BuildOptions):
         return self.shared_table(repr((head_dim, sorted(parameters.items(), key=str), max_position_embeddings)), make)
 
     def shared_table(self, key: str, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor shared by layers: made for the first layer that requests this key."""
+        """A tensor shared by layers: the first layer that requests this key creates it with ``make``."""
         if key not in self._tables:
             self._tables[key] = make()
         return self._tables[key]
@@ -221,7 +221,7 @@ class BuildContext(BuildOptions):
 
         Args:
             names: names in the checkpoint, without ``.weight``.
-            format: format to quantize the others to; None: as in the scheme.
+            format: format of matrices that the checkpoint does not quantize; None: as in the scheme.
         """
         wanted = [format or self.scheme.format_of(name) for name in names]
         formats = [self._format(*each) for each in zip(names, shards, wanted, strict=True)]
@@ -249,7 +249,7 @@ class BuildContext(BuildOptions):
     def expert_matrices(
         self, names: Sequence[Sequence[str]], inputs: int, shard: Shard, biases: Sequence[Tensor | None], first: int
     ) -> ExpertMatrices:
-        """One projection of all experts of a layer, in the format of the layers.
+        """One projection of all experts of a layer, in the formats of the scheme.
 
         Args:
             names: for each expert, the names of the matrices to merge.
@@ -321,10 +321,10 @@ class BuildContext(BuildOptions):
             try:
                 return PackedMatrix(self.ops, self.ops.from_packed(cached, inputs, outputs, self.dtype, bias, format))
             except PenstockError as error:
-                logger.warning("packing %s again: %s", key, error)
+                logger.warning("the packed weights of %s cannot be used (%s); packing them again", key, error)
         matrices: list[Tensor] = []
         if as_stored:
-            if names[1:] and self._is_packed:  # they were packed one by one, as they could not be merged
+            if names[1:] and self._is_packed:  # the engine folder has them packed separately: they cannot be merged
                 return None
             weights = [
                 self._read_quantized(name, inputs, shard, format) for name, shard in zip(names, shards, strict=True)
@@ -339,7 +339,7 @@ class BuildContext(BuildOptions):
         tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         if self.output and tensors:
             self.output.add(key, tensors)
-        elif self.output:  # this backend does not pack matrices
+        elif self.output:  # a backend that does not pack matrices
             for name, matrix in zip(names, matrices, strict=True):
                 self.output.add_tensor(f"{name}.weight", matrix.cpu())
         elif cache:
@@ -348,13 +348,13 @@ class BuildContext(BuildOptions):
 
     @property
     def _is_packed(self) -> bool:
-        """True if the weights are those of an engine folder, which are already packed."""
+        """True if the weights come from an engine folder, in which they are already packed."""
         weights: object = self.weights
         return weights is self.weight_cache
 
     def _read(self, name: str, inputs: int, shard: Shard, format: Format) -> Tensor:
-        """This rank's rows of a matrix in the model's dtype, dequantized if necessary. ``format`` is the one that it
-        will be quantized to, for ``dequantized_bytes``."""
+        """This rank's rows of a matrix in the model's dtype, dequantized if necessary. ``format``, the format that the
+        caller quantizes them to, is only a key of ``dequantized_bytes``."""
         stored = self.weights.format_of(name)
         if not stored.bits:
             return self._read_tensor(f"{name}.weight", shard.total, inputs, rows=shard.rows).to(self.device, self.dtype)
@@ -362,7 +362,7 @@ class BuildContext(BuildOptions):
         if isinstance(weight, QuantizedWeight):
             weight = self._on_device(weight, name, UNQUANTIZED).dequantize()
         if not is_finite(weight):
-            raise invalid("model", f"{name} has values that are not finite numbers")
+            raise invalid("model", f"{name} has values that are not finite (NaN or infinity); check the weights")
         weight = weight.to(self.device, self.dtype)
         self.dequantized_bytes[stored, format] += weight.nbytes
         return weight
@@ -376,12 +376,13 @@ class BuildContext(BuildOptions):
     def _on_device(self, weight: QuantizedWeight, name: str, activations: Format) -> QuantizedWeight:
         scales = (weight.scales,) if weight.offsets is None else (weight.scales, weight.offsets)
         if not all(map(is_finite, scales)):
-            raise invalid("model", f"the scales of {name} have values that are not finite numbers")
+            message = f"the scales of {name} have values that are not finite (NaN or infinity); check the weights"
+            raise invalid("model", message)
         return weight.to(self.device, activations)
 
 
 def _can_stack(weights: Sequence[QuantizedWeight]) -> bool:
-    """Whether matrices have the same order of inputs, and merging them lets no scale span two matrices."""
+    """Whether matrices can be merged: they have the same order of inputs, and no scale would span two of them."""
     first, rows = weights[0].order, weights[0].format.rows_per_scale
     return all(len(weight.values) % rows == 0 for weight in weights[:-1] if rows) and all(
         weight.order is first or (weight.order is not None and first is not None and torch.equal(weight.order, first))
@@ -391,6 +392,6 @@ def _can_stack(weights: Sequence[QuantizedWeight]) -> bool:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all values of a tensor are finite."""
-    if tensor.dtype.itemsize < 2:  # sums of 8-bit floating point are not implemented everywhere
+    if tensor.dtype.itemsize < 2:  # PyTorch cannot sum 8-bit floating point on all devices
         tensor = tensor.to(torch.float32)
     return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())

@@ -15,7 +15,7 @@ from .linear import ColumnParallelLinear
 
 
 class BidirectionalAttention:
-    """Attention of every token to all tokens of its sequence, which is computed in one step.
+    """Attention of every token to all tokens of its sequence. A sequence is computed in one step.
 
     Keys and values go through the KV cache, so that encoders use the kernels of decoders. Nothing reads them after the
     layer, so all layers of a model share one KV cache.
@@ -45,7 +45,7 @@ class BidirectionalAttention:
         self._head_dim = head_dim
         self._options = AttentionOptions(head_dim**-0.5, window, causal=False)
         self._heads = shard = shard_heads(context.group, num_heads, num_heads)[0] * head_dim
-        # Attention needs contiguous queries. Without rotary embedding, which copies them, they are computed separately.
+        # Attention needs contiguous queries. Rotary embedding copies them; else a separate product computes them.
         products = ["qkv"] if rope is not None else ["q", "kv"]
         self._products = [
             ColumnParallelLinear(
@@ -62,8 +62,8 @@ class BidirectionalAttention:
         return KVSpec(self._heads.size // self._head_dim, self._head_dim, dtype, block_size)
 
     def __call__(self, x: Tensor, cache: Any, batch: Batch, logits_only: bool) -> Tensor:
-        """``[tokens, hidden]`` to ``[tokens, hidden]``; with ``logits_only`` to ``[rows, hidden]``, the rows
-        ``batch.logits_indices``."""
+        """Compute attention, ``[tokens, hidden]`` to ``[tokens, hidden]``; with ``logits_only`` only the rows
+        ``batch.logits_indices``, ``[rows, hidden]``."""
         parts = [part for product in self._products for part in self._split(product(x))]
         q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in parts)
         if self._rope is None:

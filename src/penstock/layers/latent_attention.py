@@ -15,19 +15,19 @@ from .linear import ColumnParallelLinear
 from .norm import RMSNorm
 
 NORM_EPS = 1e-6
-"""Epsilon of the norms of latent vectors, whatever that of other norms (as in transformers and DeepSeek's code)."""
+"""Epsilon of the norms of latent vectors. As in transformers and DeepSeek's code, ``rms_norm_eps`` is not used."""
 
 
 class LatentAttention:
     """An ``AttentionLayer``: multi-head latent attention (DeepSeek-AI, 2024) with absorbed projections. The up
-    projection of keys is applied to the queries, and that of values to the attention output. Heads attend to the latent
-    vectors themselves, and keys and values are never computed. This holds for one new token as for a thousand, so a
-    token's bits do not depend on the number of tokens computed with it.
+    projection of keys is applied to the queries; the up projection of values to the attention output. Heads attend to
+    the latent vectors; keys and values are never computed. Prefill and decode use the same computation, so a token's
+    bits do not depend on the number of tokens computed with it.
 
     Heads are split among ranks; each rank computes and caches the latent vectors of all tokens.
 
     Args:
-        name: module in the checkpoint with ``kv_a_proj_with_mqa``, ``kv_b_proj`` and ``o_proj``.
+        name: module in the checkpoint with ``kv_a_proj_with_mqa``, ``kv_b_proj``, ``o_proj``.
         q_rank: size of the queries' latent vector (``q_lora_rank``); None: a full-rank projection.
         latent: size of the latent vector of keys and values (``kv_lora_rank``).
         nope_dim, rope_dim: elements per query without and with rotary embedding, in this order.
@@ -35,7 +35,7 @@ class LatentAttention:
         rope: ``[max_len, rope_dim]`` from ``BuildContext.rope_table``.
         interleaved: rotate adjacent dimensions (GPT-J).
         scale: softmax scale.
-        bias: down projections and output projection have biases.
+        bias: the down projections and the output projection have biases.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ class ColumnParallelLinear:
         names: names of the matrices in the checkpoint, without ``.weight`` and ``.bias``.
         inputs: size of the input.
         shards: this rank's outputs of each matrix.
-        gather_output: return the outputs of all ranks on every rank; only for a single matrix.
+        gather_output: return the outputs of all ranks on every rank; requires a single matrix.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ColumnParallelLinear:
         self._matrix = context.matrix(names, inputs, shards, bias=torch.cat(biases) if biases else None)
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None = None) -> Tensor:
-        """``[tokens, in]`` to ``[tokens, out]``: this rank's outputs, or with ``gather_output`` all.
+        """Compute ``[tokens, in]`` to ``[tokens, out]``: this rank's outputs; all outputs with ``gather_output``.
 
         Args:
             lora_slots: ``[tokens]`` int32: LoRA slot of each row, -1: no adapter. None: no row has an adapter.
@@ -84,7 +84,7 @@ class Embedding:
         self._matrix = context.vocabulary_matrix(name, hidden_size, shard)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may modify."""
+        """Look up ``[tokens]`` int64. Returns ``[tokens, hidden]``, a tensor that the caller may modify."""
         rows = self._group.gather_rows(
             lambda out: self._matrix.embedding(token_ids, self._shard.first, out),
             token_ids,
@@ -95,7 +95,7 @@ class Embedding:
         return rows if self._group.size == 1 else self._ops.clone(rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[rows, hidden]`` to ``[rows, vocabulary]`` float32."""
+        """Logits of hidden states, ``[rows, hidden]`` to ``[rows, vocabulary]`` float32."""
         return self._group.all_gather(
             lambda out: self._matrix.linear(hidden, True, out), hidden.shape[0], self._shard, torch.float32
         )
@@ -113,12 +113,12 @@ class Embedding:
 
         def best(out: Tensor | None) -> Tensor:
             token_ids, logits = self._matrix.argmax(hidden, shard_bitmask)
-            pairs = torch.stack((logits.double(), (token_ids + shard.first).double()), 1)  # integers up to 2**53 fit
+            pairs = torch.stack((logits.double(), (token_ids + shard.first).double()), 1)  # exact up to 2**53
             return pairs if out is None else out.copy_(pairs)
 
         pair_shard = Shard(2 * self._group.rank, 2 * self._group.rank + 2, 2 * size)
         logits, token_ids = self._group.all_gather(best, rows, pair_shard, torch.float64).view(rows, size, 2).unbind(-1)
-        largest = logits.amax(1, keepdim=True)  # of equal logits the lowest token id, as on one rank
+        largest = logits.amax(1, keepdim=True)  # a tie goes to the lowest token id, as on one rank
         return token_ids.where(logits == largest, float("inf")).amin(1).nan_to_num(posinf=0.0).long()
 
 

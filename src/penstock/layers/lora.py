@@ -18,7 +18,7 @@ class LoRALayer:
     Args:
         slots: result of ``Ops.new_lora_slots`` of the same backend.
         parts: number of layers that share ``slots``; each adapter has one slot per layer.
-        part: index of this layer among them.
+        part: index of this layer among the ``parts`` layers.
     """
 
     def __init__(self, ops: Ops, slots: Any, parts: int = 1, part: int = 0) -> None:
@@ -41,7 +41,7 @@ class LoRALayer:
         self._slots = other._slots
 
     def pack(self, parts: list[LoRAWeights]) -> Any:
-        """Pack an adapter's weights for ``set``. May run in another thread than the steps."""
+        """Pack an adapter's weights for ``set``. May run in a separate thread while steps are computed."""
         return self._ops.pack_lora(parts)
 
     def set(self, slot: int, packed: Any | None) -> None:
@@ -53,7 +53,7 @@ class ExpertLoRA:
     """LoRA weights of one projection of all experts in a layer.
 
     Args:
-        slots: see ``LoRALayer``, for ``num_experts`` layers.
+        slots: result of ``Ops.new_lora_slots``, with one slot per adapter and expert.
     """
 
     def __init__(self, ops: Ops, slots: Any, num_experts: int) -> None:
@@ -61,12 +61,12 @@ class ExpertLoRA:
         self.experts = [LoRALayer(ops, slots, num_experts, number) for number in range(num_experts)]
 
     def __call__(self, out: Tensor, x: Tensor, row_slots: Tensor, ids: Tensor) -> Tensor:
-        """Add the product with each row's adapter to the outputs of its experts, in place. Not for captured steps.
+        """Add the product with each row's adapter to the outputs of its experts, in place. Not for CUDA graphs.
 
         Args:
             out: ``[tokens, top_k, out]``.
             x: ``[tokens, in]``, or ``[tokens, top_k, in]``.
-            row_slots: see ``LoRALayer``.
+            row_slots: ``[tokens]`` int32: slot of each row; -1: no adapter.
             ids: ``[tokens, top_k]``: experts of each token.
         """
         expert_slots = torch.where(row_slots[:, None] < 0, -1, row_slots[:, None] * self._num_experts + ids)

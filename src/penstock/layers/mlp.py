@@ -16,7 +16,7 @@ class MLPLayer(Protocol):
     """Interface of feed-forward layers, dense or mixture of experts."""
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
-        """``[tokens, hidden]`` to ``[tokens, hidden]``; ``lora_slots``: see ``ColumnParallelLinear``."""
+        """Compute ``[tokens, hidden]`` to ``[tokens, hidden]``. ``lora_slots``: see ``ColumnParallelLinear``."""
         ...
 
 
@@ -26,7 +26,7 @@ class GatedMLP:
     Args:
         name: module in the checkpoint with ``gate_proj``, ``up_proj`` and ``down_proj``.
         bias: ``gate_proj`` and ``up_proj`` have a bias.
-        down_bias: ``down_proj`` has a bias; None: as ``bias``.
+        down_bias: ``down_proj`` has a bias; None: same as ``bias``.
         activation: a key of ``ops.activations.ACTIVATIONS``.
     """
 

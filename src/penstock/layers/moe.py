@@ -23,23 +23,23 @@ class MixtureOfExperts:
 
     Outputs of experts are added in the order of the router's choice, which depends on the token alone, so results have
     the same bits in every batch. Ranks split the outputs of each expert, or, with ``context.expert_parallel``, the
-    experts; in both cases every output is one sum on one rank.
+    experts. In both cases one rank computes the whole sum of an output.
 
     Args:
-        name: module in the checkpoint.
+        name: MLP module in the checkpoint.
         intermediate_size: intermediate size of an expert.
-        activation: activation of experts, see ``reference.activation_and_mul``.
+        activation: activation of experts: a key of ``ops.activations.ACTIVATIONS`` or ``GATES``.
         bias: projections of experts have biases.
         router: name of the router's matrix, relative to ``name``.
-        router_matrix_bias: that matrix has a bias.
-        router_bias: ``[experts]`` float32, see ``reference.select_experts``.
+        router_matrix_bias: the router's matrix has a bias.
+        router_bias: ``[experts]`` float32, added to the scores to choose experts, but not to their weights.
         router_float32: compute the router's logits in float32, whatever the dtype of the model.
         projections: names of an expert's gate, up and down projections.
         layer: index of the layer in ``context.expert_load``.
-        shared: shared expert, which computes every token in addition.
+        shared: shared expert, added for every token.
         shared_gate: name, relative to ``name``, of a matrix ``[1, hidden]``; the sigmoid of its output is the weight of
             ``shared``. "": weight 1.
-        input_routing: routing whose weight scales the input of the expert (``top_k`` 1).
+        input_routing: routing with ``top_k`` 1 that gives a scale of the expert's input; None: not scaled.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class MixtureOfExperts:
     def _split_by_experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> Tensor:
-        """The layer's output; each rank computes its experts."""
+        """Output of the layer. Each rank computes its experts."""
         tokens, top_k = ids.shape
         if self._places is not None:
             ids = self._ops.place_experts(ids, self._places)
@@ -156,7 +156,7 @@ class MixtureOfExperts:
         gate: Tensor | None,
         lora_slots: Tensor | None,
     ) -> Tensor:
-        """The layer's output; each rank computes some columns of every expert."""
+        """Output of the layer. Each rank computes some columns of every expert."""
         tokens, top_k = ids.shape
 
         def gate_up(out: Tensor | None) -> Tensor:

@@ -13,17 +13,17 @@ class MRoPE:
     """Rows of a rotary table for tokens with three positions.
 
     Each pair of a head's elements is rotated by one of the three positions. If they are all equal, as in text, the
-    token uses the row of that position. For other tokens a row is composed after those of positions, so attention only
-    needs the index of a row.
+    token uses the row of that position. For other tokens a row is composed and stored after the rows of all positions,
+    so attention only needs the index of one row per token.
 
     Args:
         table: ``[max_len + composed, head_dim]`` float32 from ``layers.rope.rope_table``, with space for composed rows.
         max_len: number of positions.
         sections: number of pairs rotated by time, height and width.
-        interleaved: pairs of time, height and width alternate as long as their sections last; time has the remaining
-            pairs (Qwen3-VL). False: one section after the other.
-        alternating: ``sections`` are those of height, width and time. Pairs of height and width, equally many,
-            alternate; those of time follow (ERNIE 4.5 VL).
+        interleaved: pairs of time, height and width alternate; when the sections of height and width are used up, time
+            has the remaining pairs (Qwen3-VL). False: one section after the other.
+        alternating: ``sections`` are in the order height, width, time. Pairs of height and width, the same number of
+            each, alternate; the pairs of time follow (ERNIE 4.5 VL).
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class MRoPE:
             axes.zero_()
             for axis in (1, 2):
                 axes[axis : 3 * sections[axis] : 3] = axis
-        self._axes = torch.cat((axes, axes)).to(table.device)  # for cosines and sines
+        self._axes = torch.cat((axes, axes)).to(table.device)  # a row has cosines, then sines
         self._elements = torch.arange(table.shape[1], device=table.device)
 
     def rows(self, positions: np.ndarray) -> Tensor:

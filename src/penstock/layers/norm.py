@@ -26,7 +26,7 @@ class RMSNorm:
     """RMS norm (Zhang and Sennrich, 2019); a ``Norm``.
 
     Args:
-        float32: multiply by the weight in float32, and round after that.
+        float32: multiply by the weight in float32, and round the product.
         unit_offset: multiply by 1 + weight, in float32.
     """
 
@@ -42,7 +42,7 @@ class RMSNorm:
         self._ops = context.ops
         weight = context.read_weight(f"{name}.weight", size)
         self.weight = 1 + weight.float() if unit_offset else weight.float() if float32 else weight
-        """Weight for ``reference.rms_norm``."""
+        """Argument ``weight`` of ``Ops.rms_norm``, ``[size]``."""
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:

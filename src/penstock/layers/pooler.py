@@ -26,7 +26,7 @@ class PoolerHead:
 
     @torch.inference_mode()
     def __call__(self, pooled: Tensor) -> Tensor:
-        """``[rows, hidden]`` float32 to ``[rows, outputs]`` float32."""
+        """Apply the layers to pooled states, ``[rows, hidden]`` float32 to ``[rows, outputs]`` float32."""
         for layer in self._layers:
             pooled = layer(pooled)
         return pooled
@@ -38,7 +38,7 @@ def dense(
     """A linear layer of the checkpoint, followed by an activation function.
 
     Args:
-        function: a key of ``ops.activations.ACTIVATIONS``; empty: none.
+        function: a key of ``ops.activations.ACTIVATIONS``; empty: no activation function.
     """
 
     def read(part: str, *shape: int) -> Tensor:

@@ -19,12 +19,12 @@ def rope_table(
     max_position_embeddings: int,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Cosines and sines of every position, ``[max_len, head_dim]`` float32: ``head_dim / 2`` of each.
+    """Rotary table, ``[max_len, head_dim]`` float32: a row has ``head_dim / 2`` cosines, then as many sines.
 
     Args:
         max_len: maximum sequence length in tokens.
         parameters: ``rope_parameters`` of ``config.json``: ``rope_type``, ``rope_theta`` and parameters of the type.
-        max_position_embeddings: field of ``config.json``, the default of the original context length.
+        max_position_embeddings: field of ``config.json``: the original context length if ``parameters`` has none.
 
     Raises ``PenstockError`` (``unsupported``) for an unknown type.
     """
@@ -52,14 +52,14 @@ def _linear(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int)
 
 
 def _dynamic(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """A base that grows with the length beyond the original context (dynamic NTK)."""
+    """Dynamic NTK: the base grows with the length beyond the original context."""
     factor = parameters["factor"]
     stretch = factor * max(max_len, trained) / trained - (factor - 1)
     return _frequencies(dim, parameters["rope_theta"] * stretch ** (dim / (dim - 2))), 1.0
 
 
 def _llama3(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """Low frequencies divided by a factor, high ones kept, those between interpolated (Llama 3.1)."""
+    """Low frequencies divided by a factor, high frequencies unchanged, with interpolation between (Llama 3.1)."""
     frequencies, factor = _frequencies(dim, parameters["rope_theta"]), parameters["factor"]
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     turns = parameters["original_max_position_embeddings"] * frequencies / (2 * math.pi)
@@ -99,7 +99,7 @@ def _yarn(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -
 
 
 def _longrope(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al., 2024): one divisor per frequency, with separate ones beyond the original context."""
+    """LongRoPE (Ding et al., 2024): one divisor per frequency, and other divisors beyond the original context."""
     original = parameters.get("original_max_position_embeddings") or trained
     factors = torch.tensor(parameters["long_factor" if max_len > original else "short_factor"])
     scale, factor = parameters.get("attention_factor"), parameters.get("factor") or trained / original
@@ -109,7 +109,7 @@ def _longrope(dim: int, max_len: int, parameters: Mapping[str, Any], trained: in
 
 
 def _proportional(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """The first frequencies, a fraction ``partial_rotary_factor``, rotate; the others are 0."""
+    """Frequencies of the leading fraction ``partial_rotary_factor`` of the dimensions; all later frequencies are 0."""
     rotated = int(parameters.get("partial_rotary_factor", 1.0) * dim // 2)
     frequencies = _frequencies(dim, parameters["rope_theta"])
     frequencies[rotated:] = 0.0

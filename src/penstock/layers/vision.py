@@ -20,7 +20,7 @@ from .linear import ColumnParallelLinear
 from .norm import Norm
 
 MIN_SCORES = 2**16
-"""Number of attention scores, over all heads, from which on threads are faster."""
+"""Minimum number of attention scores, over all heads, for which threads are faster."""
 
 
 class Linear(ColumnParallelLinear):
@@ -61,17 +61,17 @@ class PatchEmbed:
         self._matrix = PackedMatrix(context.ops, context.ops.pack([weight], biases))
 
     def __call__(self, patches: Tensor) -> Tensor:
-        """``[patches, prod(patch)]`` to ``[patches, outputs]``."""
+        """Embed ``[patches, prod(patch)]`` to ``[patches, outputs]``."""
         return self._matrix.linear(patches)
 
 
 class HeadThreads:
     """Thread pool for attention, with one head per task.
 
-    PyTorch's own threads busy-wait after every operation, on cores that the kernels then lack.
+    PyTorch's threads are not used: they busy-wait after every operation, on cores that the kernels need.
 
     Args:
-        context: has the number of threads (``threads``; 0: all usable cores).
+        context: build context with the number of threads (``threads``; 0: one for each usable core).
     """
 
     def __init__(self, context: BuildContext) -> None:
@@ -102,7 +102,7 @@ class VisionAttention:
         threads: thread pool, shared by the layers of a tower.
         qkv: names of the query, key and value matrices: one fused, or three.
         proj: name of the output matrix.
-        bias: ``qkv`` and ``proj`` have a bias.
+        bias: whether ``qkv`` has a bias, and whether ``proj`` has one.
         qk_norms: norms of queries and keys, over all heads of a patch together.
     """
 
@@ -156,7 +156,7 @@ class VisionMLP:
     Args:
         fc1, fc2: names of the matrices in the checkpoint, without ``.weight``.
         sizes: input, intermediate and output size.
-        bias: matrices have biases.
+        bias: both matrices have a bias.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class VisionMLP:
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[rows, inputs]`` to ``[rows, outputs]``."""
+        """Compute the MLP, ``[rows, inputs]`` to ``[rows, outputs]``."""
         return self._fc2(self._activation(self._fc1(x)))
 
 
@@ -199,7 +199,7 @@ class VisionBlock:
         self._scales = scales
 
     def __call__(self, x: Tensor, rope: Tensor | None, segments: Sequence[int]) -> Tensor:
-        """``[patches, size]`` to ``[patches, size]``; other arguments: see ``VisionAttention``."""
+        """Compute ``[patches, size]`` to ``[patches, size]``. ``rope``, ``segments``: see ``VisionAttention``."""
         x = x + self._scaled(self._attention(self._norms[0](x), rope, segments), 0)
         return x + self._scaled(self._mlp(self._norms[1](x)), 1)
 

@@ -24,12 +24,12 @@ def build_encoder(
     mlp: Callable[[str], MLPLayer],
     rope: Tensor | None = None,
 ) -> Encoder:
-    """Build BERT, or an encoder that differs from it in the arguments.
+    """Build BERT, or an encoder that differs from BERT in norms, MLP or positions.
 
     Args:
         norms: names of the norms after a layer's attention and after its MLP.
         mlp: builds the MLP of a layer from the layer's name.
-        rope: rotary table, see ``BidirectionalAttention``; None: learned positions.
+        rope: ``[max_len, head_dim]`` from ``BuildContext.rope_table``; None: learned positions.
     """
     name = module_name(context, config, EMBEDDINGS)
     size, eps = config.hidden_size, config.rms_norm_eps

@@ -16,7 +16,7 @@ PROJECTOR = "multi_modal_projector"
 
 
 def read_text(raw: ConfigJson, tower: int, inputs: int) -> ModelConfig:
-    """The configuration of the language model, with the number of vision parameters.
+    """Read the configuration of the language model, including the number of vision parameters.
 
     Args:
         tower: number of parameters of the tower.
@@ -35,7 +35,7 @@ def read_text(raw: ConfigJson, tower: int, inputs: int) -> ModelConfig:
 
 
 def projector_activation(raw: ConfigJson) -> str:
-    """``projector_hidden_act``. Raises ``PenstockError`` (``unsupported``) for an unknown activation."""
+    """Read ``projector_hidden_act``. Raises ``PenstockError`` (``unsupported``) for an unknown activation."""
     if (name := str(raw["projector_hidden_act"])) not in ACTIVATIONS:
         message = f"projector_hidden_act is {name[:40]!r}; supported are {', '.join(ACTIVATIONS)}"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
@@ -46,6 +46,6 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     """See ``Family.find_stored``."""
     if name.startswith(("model.", "lm_head")):
         return Stored(f"language_model.{name}")
-    if name.startswith(f"{TOWER}."):  # files of older transformers versions have one more level
+    if name.startswith(f"{TOWER}."):  # older versions of transformers insert "vision_model" into the names
         return Stored(name, other=f"{TOWER}.vision_model{name.removeprefix(TOWER)}")
     return Stored(name)

@@ -1,5 +1,5 @@
-"""Conversion of checkpoints to safetensors, with another shard size or dtype. Engine folders can be converted back if
-their weights were not rounded."""
+"""Conversion of checkpoints to safetensors, with another shard size or dtype. An engine folder can be converted back to
+a checkpoint if its weights were not rounded."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ NAMES = {
 }
 """Dtype names in safetensors."""
 STATE_KEY = "penstock_convert"
-"""Metadata key of a file, with a hash of everything that it depends on."""
+"""Key in a file's metadata; its value is a hash of everything that the file depends on."""
 CHUNK = 2**26
-"""Bytes of a tensor that are converted at a time."""
+"""Maximum number of bytes of a tensor that are converted at a time."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Sink = Callable[[str, int, Tensor], None]
-"""Receives rows of a tensor: name, index of the first row, and the rows as stored."""
+"""Function that receives rows of a tensor. Arguments: tensor name, index of the first row, and the rows as stored."""
 
 
 class Source(Protocol):
     """Interface of sources of tensors."""
 
     def describe(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of each tensor, in a fixed order."""
+        """Dtype and shape of each tensor by name, in a fixed order."""
         ...
 
     def read(self, names: Collection[str], sink: Sink) -> None:
-        """Pass these tensors to the sink, in chunks of rows."""
+        """Pass the tensors ``names`` to the sink, in chunks of rows."""
         ...
 
 
 class CheckpointSource:
-    """The tensors of a checkpoint, including those of quantized matrices, as stored; a ``Source``."""
+    """A ``Source``: all tensors of a checkpoint as stored, including the tensors of quantized matrices."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -79,7 +79,7 @@ class CheckpointSource:
             sink(name, 0, self._tensor(name))
 
     def _tensor(self, name: str) -> Tensor:
-        return self._checkpoint.read(name, *self._checkpoint.shape(name), as_stored=True)  # mapped: read when used
+        return self._checkpoint.read(name, *self._checkpoint.shape(name), as_stored=True)  # a view of the mapped file
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Shard:
         return len(header).to_bytes(8, "little") + header, {name: start + offset for name, offset in offsets.items()}
 
     def is_whole(self, path: Path) -> bool:
-        """Whether a file has this header and size. Its data is complete then: files are renamed when complete."""
+        """Whether a file has this header and size. Its data is then complete: only complete files get this name."""
         header, _ = self.layout()
         try:
             with path.open("rb") as file:
@@ -135,7 +135,7 @@ def convert(
         folder: a checkpoint with safetensors or PyTorch files, or an engine folder that is not quantized.
         dtype: dtype of floating-point tensors that are not part of a quantized matrix; None: unchanged.
         max_shard_size: maximum bytes of a file with more than one tensor.
-        progress: called with the bytes written so far, and the bytes of all files.
+        progress: called with the number of bytes written so far, and the total number of bytes.
 
     Returns:
         The number of files.
@@ -149,7 +149,7 @@ def convert(
     if built := read_engine_config(folder):
         source, dtype = EngineSource(folder, built), dtype or getattr(torch, built.dtype)
     elif find_gguf(folder):
-        message = f"{folder} has a GGUF file, which is served and built unmodified, and cannot be converted"
+        message = f"{folder} has a GGUF file, which cannot be converted: serve or build it without conversion"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     else:
         source = CheckpointSource(Checkpoint(folder))
@@ -188,12 +188,12 @@ def convert(
 
 def _target(name: str, stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     if stored not in NAMES:
-        raise invalid("model", f"tensor {name} is of {stored}, which safetensors does not support")
+        raise invalid("model", f"tensor {name} has dtype {stored}, which safetensors does not support")
     return dtype if dtype and stored in FLOATS else stored
 
 
 def _is_part(name: str, names: Collection[str]) -> bool:
-    """Whether a tensor is part of a quantized matrix: its scales etc., or its weights, which bitsandbytes may store as
+    """Whether a tensor is part of a quantized matrix: scales, zero points, or weights, which bitsandbytes may store as
     bytes in a floating-point dtype."""
     return not name.endswith((".weight", ".bias")) or f"{name}.absmax" in names
 
@@ -232,7 +232,9 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     result = tensor.to(dtype)
     narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
     if narrower and (result.isinf() & tensor.isfinite()).any():
-        raise invalid("dtype", f"tensor {name} has values beyond the range of {str(dtype).removeprefix('torch.')}")
+        found, target = float(tensor[tensor.isfinite()].abs().max()), str(dtype).removeprefix("torch.")
+        message = f"tensor {name} has values up to {found:.3g}, beyond the range of {target}: use bfloat16 or float32"
+        raise invalid("dtype", message)
     return result
 
 

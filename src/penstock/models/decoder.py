@@ -35,7 +35,7 @@ class Decoder(BaseModel):
 
     Args:
         num_mtp_heads: number of layers for multi-token prediction to load.
-        attention, mlp: factories of a layer's attention and MLP.
+        attention, mlp: factories of the attention and the MLP in each layer.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class Decoder(BaseModel):
 
 
 def _keeps_order(options: DecoderOptions) -> bool:
-    """Whether different logits stay different after scaling: by a power of two, and without a soft cap."""
+    """Whether scaling keeps the order of logits exactly: the scale is a power of two, and no soft cap is set."""
     return options.logit_softcap == 0 and math.frexp(options.logit_scale)[0] == 0.5
 
 
 def _in_layers(names: Iterable[str], layers: Iterable[int]) -> set[str]:
-    """Tensor names of a layer, with the index replaced by each of ``layers``."""
+    """Tensor names with the layer index replaced by each of ``layers``."""
     return {re.sub(r"(?<=^model\.layers\.)\d+", str(layer), name) for name in names for layer in layers}

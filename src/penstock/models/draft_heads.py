@@ -1,4 +1,4 @@
-"""Loading of draft heads with a separate checkpoint: EAGLE and Medusa."""
+"""Loader of draft heads from a separate checkpoint: EAGLE and Medusa."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class DraftHeads(NamedTuple):
 
     heads: Sequence[EagleHead | MedusaHead]
     aux_hidden_state_layers: Sequence[int]
-    """``Model.aux_hidden_state_layers`` for these heads; empty if they read the last hidden states."""
+    """``Model.aux_hidden_state_layers`` for these heads; empty if the heads read the last hidden states."""
 
     def attach(self, model: Model) -> None:
-        """Set the draft heads of a model: the one that they were loaded for, or one that differs in weights only."""
+        """Set the draft heads of a model: the model they were loaded for, or a model that only differs in weights."""
         model.draft_heads = [head.with_model(model) for head in self.heads]
         model.aux_hidden_state_layers = self.aux_hidden_state_layers
 
@@ -58,7 +58,7 @@ def load_draft_heads(
     Raises ``PenstockError`` if the heads are broken, not supported, or do not fit the model.
     """
     if not isinstance(model, Decoder):
-        message = f"draft heads are not supported for {model.config.architecture}, only for Penstock's own decoders"
+        message = f"draft heads are not supported for {model.config.architecture}: use a decoder of Penstock"
         raise PenstockError(Code.UNSUPPORTED, message, FIELD)
     raw = read_config_json(folder)
     context = BuildContext(
@@ -71,7 +71,7 @@ def load_draft_heads(
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise invalid(FIELD, f"{folder / CONFIG} has an invalid value: {error}") from error
     if not heads.heads:
-        raise invalid(FIELD, f"{folder} has no {method} heads")
+        raise invalid(FIELD, f"{folder} has no {method} heads: name a folder with heads of this method")
     return heads
 
 
@@ -83,7 +83,8 @@ def _eagle(context: BuildContext, raw: Mapping[str, Any], method: str, model: Mo
     config = read_eagle_config(raw, method, model.config.num_layers)
     if config.decoder.vocab_size != model.config.vocab_size:
         message = (
-            f"the head has a vocabulary of {config.decoder.vocab_size} tokens, the model {model.config.vocab_size}"
+            f"the head has vocab_size {config.decoder.vocab_size}, the model {model.config.vocab_size}; "
+            "use a head that was trained for this model"
         )
         raise invalid(FIELD, message)
     return DraftHeads([EAGLE_HEADS[method](context, config, model)], config.aux_hidden_state_layers)

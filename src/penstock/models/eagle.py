@@ -1,7 +1,7 @@
 """EAGLE heads (Li et al., 2024 and 2025): one decoder layer that continues the model's hidden states token by token.
 
 EAGLE-1 and -2 read the last hidden state, and use the language model head of the model. EAGLE-3 reads the hidden states
-of three layers, and has a separate language model head, often for a part of the vocabulary.
+of three layers, and has a separate language model head, often with a smaller vocabulary.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class EagleConfig:
     """Configuration of an EAGLE head."""
 
     decoder: ModelConfig
-    """Configuration of its layer, with the vocabulary size of the model."""
+    """Configuration of the head's layer, with the vocabulary size of the model."""
     draft_vocab_size: int
-    """Number of tokens in the head's own vocabulary."""
+    """Number of tokens in the vocabulary of the head."""
     aux_hidden_state_layers: tuple[int, ...]
-    """Indices of the model's layers whose input the head reads, as in vLLM; empty in EAGLE-1."""
+    """Indices of model layers; the head reads the inputs of these layers (as in vLLM). Empty in EAGLE-1."""
     norm_before_residual: bool
     """True: the residual stream starts with the normalized hidden state; False: with the hidden state."""
 
 
 def read_eagle_config(raw: Mapping[str, Any], method: str, num_layers: int) -> EagleConfig:
-    """Read the ``config.json`` of an EAGLE head, in the published format or that of ``speculators``.
+    """Read the ``config.json`` of an EAGLE head, in the published format or the format of ``speculators``.
 
     Args:
         method: ``eagle`` or ``eagle3``.
@@ -53,7 +53,7 @@ def read_eagle_config(raw: Mapping[str, Any], method: str, num_layers: int) -> E
     raw = {**raw, **complete_config(raw.get("transformer_layer_config") or {})}
     decoder = dense_config(raw)
     if decoder.num_layers != 1:
-        message = f"the head has {decoder.num_layers} layers; heads with one layer are supported"
+        message = f"the head has {decoder.num_layers} layers; only heads with one layer are supported"
         raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
     if method == "eagle":
         return EagleConfig(decoder, decoder.vocab_size, (), False)
@@ -66,11 +66,11 @@ def read_eagle_config(raw: Mapping[str, Any], method: str, num_layers: int) -> E
 
 
 def _aux_hidden_state_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The layers in ``eagle_aux_hidden_state_layer_ids``, in ascending order. The ids mean a layer's input, except in
-    ``eagle_config`` (SGLang), where they mean its output. The default is that of the published EAGLE-3 heads."""
+    """The layers in ``eagle_aux_hidden_state_layer_ids``, in ascending order. An id means the input of the layer; in
+    ``eagle_config`` (SGLang), the output. The default is that of the published EAGLE-3 heads."""
     nested = raw.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
-        raise ValueError("use_aux_hidden_state is false")
+        raise ValueError("use_aux_hidden_state is false; EAGLE-3 heads require true")
     if given := raw.get("eagle_aux_hidden_state_layer_ids"):
         layers = [int(layer) for layer in given]
     elif given := nested.get("eagle_aux_hidden_state_layer_ids"):
@@ -79,8 +79,8 @@ def _aux_hidden_state_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[i
         layers = [2, num_layers // 2, num_layers - 3]
     layers.sort()
     if len(set(layers)) != len(layers) or not 0 <= layers[0] <= layers[-1] < num_layers:
-        message = f"the head reads hidden states before the layers {layers} (eagle_aux_hidden_state_layer_ids)"
-        raise invalid("speculative_config", f"{message}, and the model has {num_layers} layers")
+        message = f"the head reads the inputs of layers {layers} (eagle_aux_hidden_state_layer_ids); these must be"
+        raise invalid("speculative_config", f"{message} different layers from 0 to {num_layers - 1} of the model")
     return tuple(layers)
 
 
@@ -117,7 +117,7 @@ class EagleHead:
         self._mlp = GatedMLP(context, f"{name}.mlp", size, decoder.intermediate_size, decoder.mlp_bias, activation)
 
     def with_model(self, model: Model) -> Self:
-        """Copy of the head for a model with other weights, whose embedding and language model head it uses."""
+        """Copy of the head that uses the embedding and language model head of ``model`` (other weights)."""
         other = copy(self)
         other._model = proxy(model)
         return other
@@ -150,7 +150,7 @@ class EagleHead:
 
 
 class Eagle3Head(EagleHead):
-    """A ``DraftHead`` of EAGLE-3. It uses the model's embedding and language model head if its checkpoint has none."""
+    """EAGLE-3's ``DraftHead``. It uses the model's embedding and language model head if its checkpoint lacks them."""
 
     def __init__(self, context: BuildContext, config: EagleConfig, model: Model) -> None:
         decoder, weights = config.decoder, context.weights
@@ -173,10 +173,12 @@ class Eagle3Head(EagleHead):
             self._lm_head = Embedding(context, "lm_head", config.draft_vocab_size, size)
         shared = [name for name in ("_embedding", "_lm_head") if getattr(self, name) is None]
         if shared and size != model.config.hidden_size:
-            message = f"the head has hidden_size {size} and the model {model.config.hidden_size}"
-            raise invalid("speculative_config", f"{message}, so it needs its own embedding and language model head")
+            message = f"the head has hidden_size {size}, the model {model.config.hidden_size}"
+            raise invalid(
+                "speculative_config", f"{message}; such a head needs a separate embedding and language model head"
+            )
         self._target_ids = _target_ids(context, config) if self._lm_head else None
-        """``[draft vocabulary]`` int64: token id of each row of the language model head; None: the row's index."""
+        """``[draft vocabulary]`` int64: token id of each row of the language model head; None: the index of the row."""
 
     def combine_hidden_states(self, states: Tensor) -> Tensor:
         return self._fc(states)
@@ -200,7 +202,7 @@ class Eagle3Head(EagleHead):
 
     @torch.inference_mode()
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        assert bitmask is None  # drafts have none
+        assert bitmask is None  # drafts are not restricted by a grammar
         rows = (self._lm_head or self._model).argmax(self._norm(hidden))
         return rows if self._target_ids is None else self._target_ids[rows]
 
@@ -211,9 +213,10 @@ def _linear(context: BuildContext, name: str, inputs: int, outputs: int, bias: b
 
 
 def _target_ids(context: BuildContext, config: EagleConfig) -> Tensor | None:
-    """Token id of each row of a head with a part of the vocabulary, from ``d2t``, which has token id minus row.
+    """Token id of each row of a head with a smaller vocabulary, from the tensor ``d2t``: token id minus row. None if
+    the head has the vocabulary of the model.
 
-    Raises ``PenstockError`` (``invalid``) for an id outside of the vocabulary, or a missing or misshapen tensor.
+    Raises ``PenstockError`` (``invalid``) for ids outside the vocabulary, or a missing or wrongly shaped ``d2t``.
     """
     rows, vocabulary = config.draft_vocab_size, config.decoder.vocab_size
     if rows == vocabulary and not context.weights.has("d2t"):
@@ -221,7 +224,8 @@ def _target_ids(context: BuildContext, config: EagleConfig) -> Tensor | None:
     differences = context.weights.read("d2t", rows, as_stored=True).to(torch.int64)
     token_ids = torch.arange(rows) + differences
     if int(token_ids.min()) < 0 or int(token_ids.max()) >= vocabulary:
-        raise invalid("speculative_config", f"d2t of the head has token ids outside of the vocabulary of {vocabulary}")
+        message = f"d2t of the head has token ids from {int(token_ids.min())} to {int(token_ids.max())}"
+        raise invalid("speculative_config", f"{message}; they must be from 0 to {vocabulary - 1}")
     return token_ids.to(context.device)
 
 

@@ -24,6 +24,8 @@ from penstock.quant import PackedMatrix
 from .loading import track_layers
 from .model import BaseModel
 
+NO_HEAD = "an encoder has no language model head: use the embeddings, rerank or classification API"
+
 
 class EncoderLayer(Protocol):
     """Interface of an encoder's layers."""
@@ -32,8 +34,8 @@ class EncoderLayer(Protocol):
     def attention(self) -> BidirectionalAttention: ...
 
     def __call__(self, x: Tensor, cache: Any, batch: Batch) -> Tensor:
-        """``[tokens, hidden]`` to ``[tokens, hidden]``; in the model's last layer to ``[rows, hidden]``, the rows
-        ``batch.logits_indices``. May modify ``x``."""
+        """Compute the layer, ``[tokens, hidden]`` to ``[tokens, hidden]``. The last layer of a model only returns the
+        rows ``batch.logits_indices``, ``[rows, hidden]``. May modify ``x``."""
         ...
 
 
@@ -83,9 +85,9 @@ class Encoder(BaseModel):
     Args:
         embeddings: name of the token embedding.
         embedding_norm, final_norm: names of the norms before and after the layers; None: no final norm.
-        added: learned position and type embeddings, ``[token types * max_len, hidden]``, indexed by position; None:
-            none. The positions of a second text start at ``max_len``.
-        layer: makes the layer with an index.
+        added: learned position and type embeddings, ``[token types * max_len, hidden]``, indexed by position. The
+            positions of a second text start at ``max_len``. None: the model has no such embeddings.
+        layer: builds a layer from its index.
     """
 
     def __init__(
@@ -101,7 +103,8 @@ class Encoder(BaseModel):
         final_norm: str | None = None,
     ) -> None:
         if context.max_loras:
-            raise PenstockError(Code.UNSUPPORTED, "LoRA adapters are not supported for encoders", "enable_lora")
+            message = "LoRA adapters are not supported for encoders: leave enable_lora out"
+            raise PenstockError(Code.UNSUPPORTED, message, "enable_lora")
         super().__init__(context, config)
         self._is_first, self._is_last = self.layers.start == 0, self.layers.stop == config.num_layers
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -120,7 +123,7 @@ class Encoder(BaseModel):
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
         if quantization:
-            message = "an encoder has no persistent KV cache: leave kv_cache_dtype at auto"
+            message = f"is {quantization}, but an encoder has no persistent KV cache: set kv_cache_dtype to auto"
             raise PenstockError(Code.UNSUPPORTED, message, "kv_cache_dtype")
         return [self._layers[0].attention.kv_spec(block_size)]
 
@@ -145,10 +148,10 @@ class Encoder(BaseModel):
         return self._embedding(token_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        raise PenstockError(Code.UNSUPPORTED, "an encoder has no language model head", "model")
+        raise PenstockError(Code.UNSUPPORTED, NO_HEAD, "model")
 
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        raise PenstockError(Code.UNSUPPORTED, "an encoder has no language model head", "model")
+        raise PenstockError(Code.UNSUPPORTED, NO_HEAD, "model")
 
 
 def module_name(context: BuildContext, config: ModelConfig, embeddings: str) -> str:
@@ -158,7 +161,7 @@ def module_name(context: BuildContext, config: ModelConfig, embeddings: str) -> 
         embeddings: name of the token embedding, without the prefix.
     """
     assert config.encoder
-    prefixes = (f"{config.encoder.prefix}.", "new.")  # "new." in GTE's own files
+    prefixes = (f"{config.encoder.prefix}.", "new.")  # the publisher's GTE files have the prefix "new."
     return next((prefix for prefix in prefixes if context.weights.has(f"{prefix}{embeddings}.weight")), "")
 
 

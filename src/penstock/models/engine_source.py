@@ -1,4 +1,4 @@
-"""The tensors of the checkpoint that an engine folder was built from."""
+"""Source of the original tensors of an engine folder, for conversion back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ CPU = torch.device("cpu")
 Description = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
 Rows = Callable[[str, Shard, Description, Callable[[], Tensor]], None]
-"""Receives a tensor's name, the rank's rows, the whole tensor's description, and a function that reads the rows."""
+"""Receiver of tensors. Arguments: name, rows of the rank, description of the whole tensor, function that reads rows."""
 
 
 class EngineSource:
     """A ``convert.Source``: builds the model of an engine folder, and unpacks its matrices.
 
-    Raises ``PenstockError`` (``unsupported``) if these were rounded to fewer bits, or packed for a GPU.
+    Raises ``PenstockError``: ``unsupported`` if weights were rounded to fewer bits or heads padded; ``invalid`` if
+    weights were packed for kernels that are not available (a GPU).
     """
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
@@ -46,11 +47,11 @@ class EngineSource:
             message = f"{folder} has quantized weights, which cannot be converted back"
             raise PenstockError(Code.UNSUPPORTED, f"{message}: {instead}", "model")
         if self._model.stored_head_dim:
-            message = f"{folder} has heads of {self._model.stored_head_dim} elements padded with zeros"
+            message = f"{folder} has heads of {self._model.stored_head_dim} elements, which the build padded with zeros"
             raise PenstockError(Code.UNSUPPORTED, f"{message}: {instead}", "model")
         backends = [each for each in (ops.backend(CPU), ops.reference) if config.layout == each.LAYOUT]
         if not backends:
-            message = f"{folder} was built for kernels of layout {config.layout}, which are not available here"
+            message = f"{folder} was built for kernels with layout {config.layout}, which are not available here"
             raise invalid("model", f"{message}: {instead}")
         self._ops = backends[0]
 
@@ -131,7 +132,7 @@ class _UnpackContext(BuildContext):
         return matrix
 
     def _unpack(self, matrix: PackedMatrix, names: list[str], inputs: int, shards: list[Shard]) -> None:
-        """Read rows of a packed matrix back: they are the embeddings of their indices."""
+        """Pass the rows of a packed matrix to ``rows``. They are unpacked by looking up their indices as token ids."""
         first = 0
         for name, shard in zip(names, shards, strict=True):
             indices = torch.arange(first, first + shard.size)

@@ -12,7 +12,7 @@ from .layer import dense_mlp
 
 
 def feed_forward(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
-    """``MLPFactory``: ``MixtureOfExperts`` in layers with experts, ``dense_mlp`` in others."""
+    """``MLPFactory``: ``MixtureOfExperts`` in layers with experts, ``dense_mlp`` in dense layers."""
     if (experts := config.experts) is None:
         return dense_mlp(context, config, layer, name)
     name = f"{name.removesuffix('mlp')}{experts.module}"

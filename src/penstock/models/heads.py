@@ -16,7 +16,7 @@ from .weights import Checkpoint
 
 
 def build_heads(context: BuildContext, config: ModelConfig, family: Family, folder: Path) -> Mapping[str, PoolerHead]:
-    """Build the heads of a checkpoint (``Model.heads``)."""
+    """Build the pooling heads of a checkpoint (``Model.heads``): ``classifier`` and ``dense``, if it has them."""
     heads = {}
     if config.num_labels:
         heads["classifier"] = family.build_classifier(context, config)

@@ -28,13 +28,13 @@ from penstock.ops import Batch, LayerExport, QKNorms
 from penstock.parallel import Shard, shard_heads
 
 AttentionFactory = Callable[[BuildContext, ModelConfig, int, str], AttentionLayer]
-"""Builds the attention of a layer from its index, and the name of the module in the checkpoint."""
+"""Function that builds the attention of a layer. Last arguments: layer index, and module name in the checkpoint."""
 MLPFactory = Callable[[BuildContext, ModelConfig, int, str], MLPLayer]
-"""Builds the MLP of a layer from its index, and the name of the module in the checkpoint."""
+"""Function that builds the MLP of a layer. Last arguments: layer index, and module name in the checkpoint."""
 
 
 def make_norm(context: BuildContext, config: ModelConfig, name: str, size: int) -> Norm:
-    """Build a norm of the model's kind."""
+    """Build an RMS norm or a layer norm, as ``config.options.norm`` says."""
     options, eps = config.options.norm, config.rms_norm_eps
     if options.kind == "layer":
         return LayerNorm(context, name, size, eps, options.bias)
@@ -42,7 +42,7 @@ def make_norm(context: BuildContext, config: ModelConfig, name: str, size: int) 
 
 
 def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
-    """``AttentionFactory`` of ``Attention``. MTP layers (after ``num_layers``) have full attention."""
+    """``AttentionFactory`` of ``Attention``. MTP layers (from index ``num_layers`` on) have full attention."""
     options, rope = config.options, config.rope_of(layer)
     table = (
         torch.empty(context.max_len, 0, device=context.device)
@@ -171,8 +171,8 @@ class DecoderLayer:
     """Attention and MLP on a residual stream, with pre-norm, post-norm, or both.
 
     Args:
-        number: index of the layer. The last layer stores the keys and values of all tokens, but computes the rest for
-            ``batch.logits_indices`` only, since nothing reads the hidden states of other tokens.
+        number: index of the layer. The last layer stores the keys and values of all tokens, but computes hidden states
+            only for ``batch.logits_indices``: those of other tokens are not used.
     """
 
     def __init__(
@@ -205,12 +205,13 @@ class DecoderLayer:
         """Compute the layer.
 
         Args:
-            x: ``[tokens, hidden]``, output of the previous layer, not yet added to the residual stream.
+            x: ``[tokens, hidden]``, output of the previous layer. This layer adds it to the residual stream.
             residual: residual stream; None before the first layer.
-            export: see ``AttentionLayer``.
+            export: destination of a copy of the stored keys and values; None: no copy.
 
         Returns:
-            The MLP's output and the residual stream, not yet added; from the last layer ``[rows, hidden]`` each.
+            The MLP output, not yet added to the residual stream, and the residual stream; ``[tokens, hidden]`` each, in
+            the last layer ``[rows, hidden]``.
         """
         normed, residual = self._add(x, residual, self._before_attention)
         x = self.attention(normed, cache, batch, self._last, export)
@@ -226,7 +227,7 @@ class DecoderLayer:
         return self._output(x, self._after_mlp), residual
 
     def _add(self, x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to the residual stream. Returns the input of the next module, and the stream."""
+        """Add ``x`` to the residual stream. Returns the input of the next module, and the residual stream."""
         if residual is None:
             return (norm(x) if norm else x), x
         if norm:

@@ -1,4 +1,4 @@
-"""Loading of models: builds the modules of a family with the weights of a checkpoint or an engine folder."""
+"""Loader of models: builds the modules of a family with the weights of a checkpoint or an engine folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(BuildOptions):
-    """Options of loading a model, or the part of it on one rank."""
+    """Options for loading a model, or one rank's part of it."""
 
     dtype: torch.dtype | None = None
     """Dtype of the computation; None: ``compute_dtype``, or the dtype that an engine folder was built for."""
@@ -58,9 +58,9 @@ class LoadOptions(BuildOptions):
     quantization: str = "none"
     """Quantization of the weights at load, a key of ``SCHEMES``."""
     weight_cache_dir: Path | None = None
-    """Folder of the weight cache, which keeps packed weights for the next start; None: no cache."""
+    """Folder of the weight cache, which stores packed weights for the next start; None: no cache."""
     weight_cache_size: float = 0.0
-    """Maximum size of the weight cache in GiB; 0: a share of the disk."""
+    """Maximum size of the weight cache in GiB; 0: a share of the disk (``weights.cache``)."""
     mtp_heads: bool = False
     """Load the checkpoint's heads for multi-token prediction."""
 
@@ -75,8 +75,8 @@ def load_model(
     """Load the model of a checkpoint or an engine folder.
 
     Args:
-        config: result of ``read_config(folder)``, if the caller has it.
-        output: makes the receiver of all weights. The model then keeps no weights, and cannot compute.
+        config: result of ``read_config(folder)``; None: read it.
+        output: creates the receiver of all weights. The model then stores no weights, and cannot compute.
 
     Raises ``PenstockError`` if the checkpoint is broken or not supported.
     """
@@ -127,29 +127,30 @@ def load_model(
 
 def _check_options(options: LoadOptions, config: ModelConfig) -> None:
     if options.max_len and options.max_len > config.max_model_len:
-        message = f"is {options.max_len}, and this model has a context of {config.max_model_len} tokens"
+        message = f"is {options.max_len}; this model has a context of {config.max_model_len} tokens"
         raise invalid("max_model_len", message, config.max_model_len)
     if options.max_loras and config.stored_head_dim:
-        message = f"LoRA adapters of a model with head_dim {config.stored_head_dim}"
-        raise PenstockError(Code.UNSUPPORTED, f"{message}; multiples of {PADDED_TO} are supported", "enable_lora")
+        message = f"LoRA adapters are not supported for a model with head_dim {config.stored_head_dim}"
+        raise PenstockError(Code.UNSUPPORTED, f"{message}; it must be a multiple of {PADDED_TO}", "enable_lora")
 
 
 def _engine_weights(
     folder: Path, built: EngineConfig, options: LoadOptions, config: ModelConfig, dtype: torch.dtype, ops: Ops
 ) -> EngineWeights:
-    """The weights of an engine folder. Raises ``PenstockError`` (``invalid``) if it was built for other options."""
+    """Open an engine folder's weights. Raises ``PenstockError`` (``invalid``) if it was built for other options."""
     group = options.group
     if options.expert_parallel and config.experts and group.size > 1:
-        raise invalid("enable_expert_parallel", "is not supported for engine folders, which split each expert")
+        message = "is not supported for engine folders, which split each expert: serve the checkpoint instead"
+        raise invalid("enable_expert_parallel", message)
     requested = {"dtype": str(dtype).removeprefix("torch."), "quantization": options.quantization}
     built.check(folder, {**requested, "tensor_parallel_size": group.size}, ops.LAYOUT)
     return EngineWeights(folder, built, built.stage_of(options.layers, config.num_layers), group.rank)
 
 
 def _adapt(checkpoint: Checkpoint | GGUFCheckpoint, config: ModelConfig) -> Weights:
-    """A checkpoint's weights under the names, and in the shapes, that layers read."""
+    """The weights of a checkpoint, with the names and shapes that layers read."""
     weights: Weights = checkpoint
-    if isinstance(checkpoint, Checkpoint):  # GGUFCheckpoint has these names
+    if isinstance(checkpoint, Checkpoint):  # GGUFCheckpoint already has the names that layers read
         if config.tie_word_embeddings and (find := tied_embedding(checkpoint)):
             weights = RenamedWeights(weights, find)
         if find_stored := family_of(config).find_stored:
@@ -176,10 +177,10 @@ def _packing(options: LoadOptions, dtype: torch.dtype, ops: Ops) -> str:
 
 
 def _log_ignored(names: list[str]) -> None:
-    """Log tensors that the model does not use. transformers ignores them, too."""
+    """Log tensors that the model does not use. transformers also ignores them."""
     if names:
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        message = "%d tensors of the checkpoint are ignored, as config.json does not say that the model has them: %s"
+        message = "%d tensors of the checkpoint are ignored, because config.json does not describe them: %s"
         logger.warning(message, len(names), shown)
 
 
@@ -187,8 +188,8 @@ def _open_checkpoint(folder: Path, config: ModelConfig, log: bool, whole: bool) 
     """Open the weights of a checkpoint.
 
     Args:
-        log: log the notes of its quantization format.
-        whole: see ``Checkpoint``.
+        log: log the notes of the quantization format.
+        whole: True if all layers are loaded (see ``Checkpoint``).
     """
     if parts := find_gguf(folder):
         return GGUFCheckpoint(folder, parts, config.checkpoint_head_dim)
@@ -200,11 +201,11 @@ def _open_checkpoint(folder: Path, config: ModelConfig, log: bool, whole: bool) 
 
 
 def compute_dtype(config: ModelConfig, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype of the computation: ``dtype``, else that of the checkpoint, but bfloat16 instead of float16 on CPUs."""
+    """The dtype of the computation: ``dtype``; if None, the checkpoint's, with bfloat16 instead of float16 on CPUs."""
     if dtype:
         return dtype
     if config.dtype == "float16" and device.type == "cpu":
-        logger.info("computing in bfloat16, as float16 (the checkpoint's dtype) is not used on CPUs")
+        logger.info("computing in bfloat16: the checkpoint's dtype, float16, is not used on CPUs")
         return torch.bfloat16
     stored: torch.dtype = getattr(torch, config.dtype)
     return stored

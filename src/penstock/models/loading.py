@@ -1,4 +1,4 @@
-"""Progress bar of loading a model."""
+"""Progress bar for loading a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def track_layers(context: BuildContext, layers: Sequence[int]) -> Iterable[int]:
-    """Iterate over the layers to build with a progress bar, on rank 0. Building reads and packs the weights."""
+    """Iterate over the layers to build; on rank 0 with a progress bar. Building a layer reads and packs its weights."""
     if context.group.rank:
         return layers
     return track("loading weights", layers, len(layers), "layer", logger)

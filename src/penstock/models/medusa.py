@@ -20,7 +20,7 @@ from penstock.parallel import shard_outputs
 from .model import LanguageModelHead, Model
 
 PREFIXES = ("medusa_head.", "medusa_heads.", "")
-"""Prefixes before the index of a head, in the published layout."""
+"""Prefixes of tensor names, before the index of a head."""
 
 
 class MedusaHead:
@@ -28,7 +28,7 @@ class MedusaHead:
 
     Args:
         blocks: names of the blocks' linear layers in the checkpoint.
-        lm_head: name of the language model head; empty: that of the model.
+        lm_head: name of the language model head; empty: the head of the model is used.
     """
 
     attention = None
@@ -47,7 +47,7 @@ class MedusaHead:
         self._lm_head = Embedding(context, lm_head, model.config.vocab_size, size) if lm_head else None
 
     def with_model(self, model: Model) -> Self:
-        """Copy of the head for a model with other weights, whose language model head it uses."""
+        """Copy of the head for a model with other weights. The copy may use that model's language model head."""
         other = copy(self)
         other._model = proxy(model)
         return other
@@ -56,7 +56,7 @@ class MedusaHead:
         return states
 
     def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
-        """Select the rows ``batch.logits_indices``, which the next head reads, too."""
+        """Select the rows ``batch.logits_indices``. The next head reads the same rows."""
         return states[batch.logits_indices]
 
     @torch.inference_mode()
@@ -78,17 +78,17 @@ class MedusaHead:
 
 
 def build_medusa_heads(context: BuildContext, raw: Mapping[str, Any], model: Model) -> list[MedusaHead]:
-    """Build all heads of a checkpoint, in the published layout or that of vLLM.
+    """Build all heads of a checkpoint, in the published layout or the layout of vLLM.
 
     Args:
-        raw: ``config.json`` of the heads. Its numbers of heads and layers may be wrong, so the tensors decide.
+        raw: ``config.json`` of the heads. Its numbers of heads and layers may be wrong: the tensors determine them.
 
-    Raises ``PenstockError`` (``invalid``) for missing tensors, or heads with a part of the vocabulary.
+    Raises ``PenstockError`` (``invalid``) for missing tensors, or heads with a smaller vocabulary.
     """
     vocabulary = int(raw.get("truncated_vocab_size") or model.config.vocab_size)
     if vocabulary != model.config.vocab_size:
         message = f"the Medusa heads have a vocabulary of {vocabulary}, the model {model.config.vocab_size}"
-        raise invalid("speculative_config", message)
+        raise invalid("speculative_config", f"{message}; use heads that were trained for this model")
     heads: list[MedusaHead] = []
     while names := _names(context.weights, len(heads)):
         heads.append(MedusaHead(context, model, *names))
@@ -96,18 +96,18 @@ def build_medusa_heads(context: BuildContext, raw: Mapping[str, Any], model: Mod
 
 
 def _names(weights: Weights, head: int) -> tuple[list[str], str] | None:
-    """Names of the blocks of a head, and of its language model head (empty: none); None if there is no such head."""
+    """Names of a head's blocks, and of its language model head (empty: it uses the model's); None if it is missing."""
     for prefix in PREFIXES:
         if blocks := _present(weights, f"{prefix}{head}.{{}}.linear"):
             return blocks, _if_present(weights, f"{prefix}{head}.{len(blocks)}")
         if blocks := _present(weights, f"{prefix}blocks.{head}.layers.{{}}"):
             lm_head = _if_present(weights, f"{prefix}lm_heads.{head}")
-            return blocks, lm_head or _if_present(weights, f"{prefix}lm_heads.0")  # one for all (original_lm_head)
+            return blocks, lm_head or _if_present(weights, f"{prefix}lm_heads.0")  # shared by heads (original_lm_head)
     return None
 
 
 def _present(weights: Weights, pattern: str) -> list[str]:
-    """Names of the existing matrices 0, 1, ... of a pattern, up to the first missing one."""
+    """Names of the matrices of a pattern with index 0, 1, ..., up to the first missing matrix."""
     return list(takewhile(lambda name: weights.has(f"{name}.weight"), map(pattern.format, count())))
 
 

@@ -19,7 +19,7 @@ class LanguageModelHead(Protocol):
     """Interface of language model heads."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[rows, hidden]`` to ``[rows, vocabulary]`` float32."""
+        """Compute logits, ``[rows, hidden]`` to ``[rows, vocabulary]`` float32."""
         ...
 
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
@@ -32,17 +32,18 @@ class LanguageModelHead(Protocol):
 
 
 class DraftHead(LanguageModelHead, Protocol):
-    """Interface of draft heads, which predict later tokens from the model's hidden states: the token after the next one
-    (MTP layer, EAGLE), or one further token each (Medusa). ``logits`` and ``argmax`` take the result of ``forward``."""
+    """Interface of draft heads, which predict later tokens from the model's hidden states: the token after the next
+    token (MTP layer, EAGLE), or one token per head, each further ahead (Medusa). ``logits`` and ``argmax`` take the
+    result of ``forward``."""
 
     @property
     def attention(self) -> AttentionLayer | None:
-        """Attention layer of the head; None if it has no KV cache."""
+        """Attention layer of the head; None if the head has no KV cache."""
         ...
 
     @property
     def recurrent(self) -> bool:
-        """True if the head predicts any number of tokens, each from the result of ``forward`` for the previous one."""
+        """True if one head predicts all draft tokens, each from the result of ``forward`` for the previous token."""
         ...
 
     def combine_hidden_states(self, states: Tensor) -> Tensor:
@@ -56,12 +57,12 @@ class DraftHead(LanguageModelHead, Protocol):
 
     def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
         """Hidden states of ``batch.logits_indices``, ``[rows, hidden]``, for the prediction of the token after the next
-        one.
+        token.
 
         Args:
-            batch: batch whose token ids are the *next* tokens, each at the position of the token before it.
-            states: ``[tokens, hidden]``: states of the tokens before these, from the model (``combine_hidden_states``)
-                or the previous head.
+            batch: batch with the *next* token at each position.
+            states: ``[tokens, hidden]``: state of the token at each position, from the model
+                (``combine_hidden_states``) or the previous head.
             cache: KV cache of this head.
         """
         ...
@@ -81,27 +82,27 @@ class Model(LanguageModelHead, Protocol):
     layers: range
     """Indices of the layers of this pipeline stage."""
     lora_targets: Mapping[str, LoRATarget | None]
-    """Matrices that LoRA adapters may change, by name in the checkpoint; None: in another pipeline stage."""
+    """Matrices that LoRA adapters may change, by name in the checkpoint; None: matrix of another pipeline stage."""
     mapped_bytes: int
-    """Bytes of packed weights that are mapped from disk. The system counts them as free memory, since it could read
+    """Bytes of packed weights that are mapped from disk. The system counts these as free memory, because it can read
     them again, but every step needs them."""
     heads: Mapping[str, PoolerHead]
     """Heads after pooling, in the last stage: ``classifier``, and ``dense`` (layers of sentence-transformers)."""
     draft_heads: Sequence[DraftHead]
-    """Draft heads: the MTP layers of the checkpoint, or those of ``load_draft_heads``. Their keys and values are in the
-    model's KV cache."""
+    """Draft heads: the MTP layers of the checkpoint, or the result of ``load_draft_heads``. The model's KV cache has
+    their keys and values."""
     aux_hidden_state_layers: Sequence[int]
-    """Indices of the layers whose input is returned for draft heads (``Batch.aux_hidden_states``)."""
+    """Indices of layers; ``forward`` stores their inputs for draft heads in ``Batch.aux_hidden_states``."""
     vision: VisionTower | None
     """Vision tower; None for text models. Batches with images have ``hidden_states``, from ``VisionTower.embed`` and
     image features."""
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
-        """Shapes of the KV caches of all layers, followed by those of ``draft_heads``."""
+        """Shapes of the KV caches of this stage's layers, then of ``draft_heads``."""
         ...
 
     def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
-        """Layouts of this stage's layers in a transfer buffer, without those of ``draft_heads``."""
+        """Layouts of this stage's layers in a transfer buffer, without ``draft_heads``."""
         ...
 
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
@@ -112,18 +113,18 @@ class Model(LanguageModelHead, Protocol):
         stage, if it is None, the embeddings of ``batch.token_ids``.
 
         Args:
-            export: one for each of this stage's layers, for batches with ``export_places``; empty: no export.
+            export: one export for each layer of this stage, for batches with ``export_places``; empty: no export.
         """
         ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Embed tokens, ``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may modify. Only in the first
-        pipeline stage."""
+        """Embed tokens, ``[tokens]`` int64 to ``[tokens, hidden]``. The caller may modify the result. Only for the
+        first pipeline stage."""
         ...
 
 
 class BaseModel:
-    """Base class with the attributes of a ``Model``, with empty values for optional ones."""
+    """Base class with the attributes of a ``Model``. Optional attributes are empty."""
 
     def __init__(self, context: BuildContext, config: ModelConfig) -> None:
         self.config = config

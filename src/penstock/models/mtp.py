@@ -1,4 +1,4 @@
-"""Heads for multi-token prediction (MTP; DeepSeek-AI, 2024): decoder layers that predict the token after the next."""
+"""Heads for multi-token prediction (MTP; DeepSeek-AI, 2024): decoder layers that predict a token beyond the next."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class DecoderMTPHead:
     """A ``DraftHead`` with a decoder layer.
 
     Args:
-        make_layer: makes the decoder layer with an index.
+        make_layer: builds a decoder layer from its index.
         number: index of the layer in the checkpoint.
-        model: model whose embedding and language model head it shares.
+        model: model; the head uses its embedding and language model head.
     """
 
     recurrent = True
@@ -56,7 +56,7 @@ class DecoderMTPHead:
         if self._expert_load:
             self._expert_load.num_tokens = batch.attention.query_start_loc[-1:]
         token = self._token_norm(self._model.embed(batch.token_ids))
-        x = self._ops.clone(self._projection(torch.cat((token, self._state_norm(states)), -1)))  # layers modify it
+        x = self._ops.clone(self._projection(torch.cat((token, self._state_norm(states)), -1)))  # layers modify ``x``
         x, residual = self._layer(x, None, cache, batch)
         return self._ops.add_residual(x, residual)[batch.logits_indices]
 

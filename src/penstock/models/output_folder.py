@@ -1,4 +1,4 @@
-"""Output folder of a command that writes a model. ``config.json`` appears only when all other files are complete."""
+"""Output folder of a command that writes a model. ``config.json`` is written when all other files are complete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_COPIED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 PART = ".part"
 """Suffix of incomplete files."""
 STALE = re.compile(r"rank_\d+|.*\.(packed|safetensors|json|jinja|txt|model|tiktoken)(\.part)?")
-"""Names of files written by commands, which the next command with the same output folder may delete."""
+"""Pattern of the names of files that commands write. The next command with the same output folder may delete them."""
 
 
 class OutputFolder:
@@ -50,7 +50,7 @@ class OutputFolder:
         """Context manager around the code that writes the files.
 
         Args:
-            names: names of the top-level files and folders that it writes.
+            names: names of the top-level files and folders that the code writes.
 
         Raises ``PenstockError`` (``invalid``) if the folder has other contents, is being written by another process, or
         cannot be written.
@@ -69,11 +69,11 @@ class OutputFolder:
 
     def _begin(self) -> None:
         if self.path.resolve() == self._model.resolve():
-            raise invalid(FIELD, f"{self.path} is the model's own folder; name another")
+            raise invalid(FIELD, f"{self.path} is the folder of the model: name another folder")
         found = [path for path in self.path.iterdir() if path.name != UNFINISHED + PART]
         is_own = (self.path / UNFINISHED).exists() or self._is_own(self.path)
         if found and not is_own:
-            raise invalid(FIELD, f"{self.path} holds {found[0].name} already; name a folder that is empty or new")
+            raise invalid(FIELD, f"{self.path} already has {found[0].name}: name an empty or new folder")
         write_atomically(self.path / UNFINISHED, self._config.encode())
         (self.path / CONFIG).unlink(missing_ok=True)
         sync_folder(self.path)
@@ -107,7 +107,7 @@ class OutputFolder:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that gets its name when its contents are on disk."""
+    """Write a file under a temporary name, and rename it when its contents are on disk."""
     with new_file(path) as part, part.open("wb") as file:
         file.write(data)
         file.flush()
@@ -116,7 +116,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Temporary path to write to. On exit the file is renamed to ``path``; the caller has flushed it to disk."""
+    """Context manager with a temporary path, renamed to ``path`` on exit. The caller flushes the file to disk."""
     part = path.with_name(path.name + PART)
     part.unlink(missing_ok=True)
     yield part
@@ -125,7 +125,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a folder. Without ``wait``, raises ``PenstockError`` (``invalid``) if another process has it."""
+    """Hold the lock of a folder. Without ``wait``, a lock held by another process raises ``PenstockError``."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

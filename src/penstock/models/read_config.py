@@ -1,4 +1,4 @@
-"""Reader of a model's configuration, which refuses unsupported features."""
+"""Reader of a model's configuration. It refuses unsupported features."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
     family = find_family(architecture, name, hint)
     is_decoder = encoder_prefix(raw) is None
     if is_decoder and (raw.get("is_causal") is False or raw.get("use_bidirectional_attention")):
-        message = f"{path} has bidirectional attention, which is not supported for decoders"
+        message = (
+            f"{path} sets bidirectional attention (is_causal, use_bidirectional_attention): not supported for decoders"
+        )
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     try:
         return _read_family_config(family, raw, path)
@@ -79,8 +81,8 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
 
 
 def _read_transformers_config(raw: Mapping[str, Any], folder: Path) -> ModelConfig:
-    """The configuration of a model run by transformers, which completes ``config.json`` itself, except for values
-    read from the weights."""
+    """Read the configuration of a model run by transformers. transformers completes ``config.json`` with its defaults;
+    only values read from the weights are added here."""
     names = ("architectures", "tie_word_embeddings", "dtype")
     completed = {name: raw[name] for name in names if raw.get(name) is not None}
     given = {name: value for name, value in read_plain_config_json(folder).items() if name != "torch_dtype"}
@@ -91,7 +93,7 @@ def _read_transformers_config(raw: Mapping[str, Any], folder: Path) -> ModelConf
 def _read_family_config(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig:
     quantization = quantization_of(raw)
     if quantization and quantization not in SCHEMES:
-        message = f"{path} has the quantization {quantization!r}; supported are {', '.join(SCHEMES)}"
+        message = f"{path} has quantization {quantization!r}, which is not supported; supported: {', '.join(SCHEMES)}"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     if quantization is None:
         read_quantization_config(quantization_config_of(raw))
@@ -102,15 +104,15 @@ def _read_family_config(family: Family, raw: Mapping[str, Any], path: Path) -> M
             message = f"num_attention_heads is {config.num_heads}; it must be a multiple of num_key_value_heads"
             raise invalid("model", f"{path}: {message}, {config.num_kv_heads}")
         if len(config.sliding_windows) != config.num_layers:
-            message = f"{path} has layer_types for {len(config.sliding_windows)} of {config.num_layers} layers"
-            raise invalid("model", message)
+            message = f"{path} has {len(config.sliding_windows)} layer_types; it must have one for each of"
+            raise invalid("model", f"{message} {config.num_layers} layers")
         _check_rope(config, path)
         return _with_padded_heads(config)
 
 
 def config_of(raw: Mapping[str, Any]) -> ModelConfig:
-    """The configuration of a model of any architecture, as far as its size depends on it: from its family, or, if the
-    model has none or is not supported by it, from the usual field names. Imports no torch.
+    """Read the configuration of a model of any architecture, exact enough for its size: with its family, or, if it has
+    no family or the family does not support it, from the usual field names. Does not import torch.
 
     Raises ``PenstockError`` (``invalid``) for a missing or invalid field.
     """
@@ -131,16 +133,17 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _with_padded_heads(config: ModelConfig) -> ModelConfig:
-    """The configuration with heads padded to a supported size, if necessary; only for decoders.
+    """The configuration with heads padded to a supported size, if necessary. Only heads of decoders are padded.
 
-    Raises ``PenstockError`` (``unsupported``) for norms of such heads, which would include the zeros.
+    Raises ``PenstockError`` (``unsupported``) for padded heads with q/k norms, which would include the zeros, and for
+    models with images.
     """
     head_dim, padded = config.head_dim, padded_head_dim(config.head_dim)
     if head_dim == padded or config.latent or config.encoder or config.speech:
         return config
     if config.has_vision or config.qk_norm:
         feature = "q/k norms" if config.qk_norm else "images"
-        message = f"head_dim {head_dim} of a model with {feature}; multiples of {PADDED_TO} are supported"
+        message = f"head_dim is {head_dim}; for a model with {feature} it must be a multiple of {PADDED_TO}"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     scale = config.options.attention_scale
     options = replace(config.options, attention_scale=head_dim**-0.5 if scale is None else scale)
@@ -148,11 +151,11 @@ def _with_padded_heads(config: ModelConfig) -> ModelConfig:
 
 
 def _check_lists(raw: Mapping[str, Any], path: Path) -> None:
-    """Raise ``PenstockError`` (``unsupported``) for fields with a value per layer, which no family supports."""
+    """Raise ``PenstockError`` (``unsupported``) for fields with one value per layer, which no family supports."""
     rope = rope_parameters_of(raw)
     for name, value in (("sliding_window", raw.get("sliding_window")), ("rope_theta", rope["rope_theta"])):
         if isinstance(value, list):
-            message = f"{path} has a {name} for each layer; a single value for all layers is supported"
+            message = f"{path} has a list as {name}; only a single value for all layers is supported"
             raise PenstockError(Code.UNSUPPORTED, message, "model")
 
 
@@ -167,7 +170,7 @@ def _check_rope(config: ModelConfig, path: Path) -> None:
             raise PenstockError(Code.UNSUPPORTED, message, "model")
         lists = [name for name in ("short_factor", "long_factor") if kind == "longrope" and len(rope[name]) != dim // 2]
         if lists:
-            message = f"{path}: {lists[0]} of rope_parameters has {len(rope[lists[0]])} numbers; {dim // 2} are needed"
+            message = f"{path}: {lists[0]} of rope_parameters has {len(rope[lists[0]])} numbers, not {dim // 2}"
             raise invalid("model", message)
         factor = rope.get("partial_rotary_factor", 1.0)
         whole = config.latent.qk_rope_head_dim if config.latent else config.checkpoint_head_dim

@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 ENTRY_POINTS = "penstock.models"
 """Entry point group with which installed packages add families."""
 RUN_BY_TRANSFORMERS = (
-    "Most others run, more slowly, with --model-impl auto and the extra for transformers: "
+    "Most other architectures run, more slowly, with --model-impl auto and the extra for transformers: "
     "pip install 'penstock-llm[transformers]'"
 )
 """End of the error for an architecture without a family."""
 
 
 def imported(path: str) -> Callable[..., Any]:
-    """A function that is imported when it is called. Required for functions of modules that import torch.
+    """A function that is imported at its first call. Required for functions in modules that import torch.
 
     Args:
         path: ``package.module:name``.
@@ -45,13 +45,13 @@ SCORE = imported("penstock.models.heads:score_classifier")
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models: reading of the configuration, and building. Its module must not import torch."""
+    """A family of models: functions that read configurations and build models. Its module must not import torch."""
 
     architectures: tuple[str, ...]
-    """Architectures in ``config.json``, with their head: ``LlamaForCausalLM``."""
+    """Architectures in ``config.json``, with a language model head (``LlamaForCausalLM``)."""
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
-    """Function from ``config.json`` to the configuration. It may raise ``KeyError``, ``TypeError`` or ``ValueError``
-    with a message, and ``PenstockError`` (``unsupported``)."""
+    """Function from ``config.json`` to the configuration. The function may raise ``KeyError``, ``TypeError`` or
+    ``ValueError`` with a message, and ``PenstockError`` (``unsupported``)."""
     build: Callable[..., Any] = DECODER
     """Function from a ``BuildContext``, the configuration, and the number of MTP heads to load, to the ``Model``."""
     build_classifier: Callable[..., Any] = SCORE
@@ -72,8 +72,8 @@ _REGISTERED: dict[str, Family] = {}
 
 @cache
 def _installed() -> dict[str, Family]:
-    """The families of ``models/families/``, and those of other packages, which take precedence."""
-    from importlib.metadata import entry_points  # takes 20 ms to import, and not all processes need families
+    """Families by architecture, from ``models/families/`` and from other packages, which take precedence."""
+    from importlib.metadata import entry_points  # this import takes 20 ms; not all processes need families
 
     package, found = import_module("penstock.models.families"), []
     for module in iter_modules(package.__path__):
@@ -83,17 +83,17 @@ def _installed() -> dict[str, Family]:
         try:
             family = point.load()
             if not isinstance(family, Family):
-                raise TypeError(f"it is a {type(family).__name__}, not a penstock.models.Family")
+                raise TypeError(f"the object is a {type(family).__name__}; it must be a penstock.models.Family")
             found.append(family)
-        except Exception as error:  # third-party code may raise anything
+        except Exception as error:  # third-party code may raise any exception
             package_name = point.dist.name if point.dist else "unknown"
-            message = "the model family %s of the package %s is left out: importing %s failed (%s: %s)"
+            message = "model family %s of package %s is not available: importing %s failed (%s: %s)"
             logger.warning(message, point.name, package_name, point.value, type(error).__name__, error)
     return {architecture: family for family in found for architecture in family.architectures}
 
 
 def register(family: Family) -> None:
-    """Register a family in this process. It replaces other families of its architectures."""
+    """Register a family in this process. The family replaces other families of its architectures."""
     _REGISTERED.update(dict.fromkeys(family.architectures, family))
 
 
@@ -117,15 +117,15 @@ def find_family(architecture: str, name: str = "", hint: str = RUN_BY_TRANSFORME
     """The family of an architecture.
 
     Args:
-        name: name in ``config.json``, for the error, if it differs from ``architecture``.
-        hint: end of the error, with what to do for other architectures.
+        name: architecture in ``config.json``, for the error message; empty: same as ``architecture``.
+        hint: end of the error message: what to do for an unknown architecture.
 
     Raises ``PenstockError`` (``unsupported``) for an unknown architecture.
     """
     if family := _REGISTERED.get(architecture) or _installed().get(architecture):
         return family
     supported = ", ".join(architectures())
-    message = f"architecture {name or architecture} is not supported; supported are {supported}. {hint}"
+    message = f"architecture {name or architecture} is not supported; supported: {supported}. {hint}"
     raise PenstockError(Code.UNSUPPORTED, message, "model")
 
 

@@ -1,4 +1,4 @@
-"""Locations of modules in a checkpoint, which may have other names, or several matrices in one tensor."""
+"""Locations of modules in a checkpoint. A checkpoint may use other names, or store several matrices in one tensor."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Stored:
     name: str
     """Name in the checkpoint, without ``.weight``."""
     total: int = 0
-    """Number of rows of the tensor; 0: that of the matrix."""
+    """Number of rows of the tensor; 0: same as the matrix."""
     ranges: tuple[tuple[int, int], ...] = ()
-    """Ranges (first, end) of the tensor's rows that make up the matrix, in order; empty: all rows."""
+    """Row ranges (first, end) of the tensor that form the matrix, in order; empty: all rows."""
     other: str = ""
     """Alternative name, for checkpoints without ``name``."""
 
     def rows(self, wanted: tuple[int, int]) -> list[tuple[int, int]]:
-        """Ranges of the tensor's rows for the rows from ``wanted[0]`` to ``wanted[1]`` of the matrix."""
+        """Row ranges (first, end) of the tensor for the rows from ``wanted[0]`` to ``wanted[1]`` of the matrix."""
         found, ends = [], accumulate(end - first for first, end in self.ranges)
         for (first, end), matrix_end in zip(self.ranges, ends, strict=True):
             before = matrix_end - (end - first)

@@ -1,4 +1,4 @@
-"""Interface of vision towers, which compute features of images."""
+"""Interface of vision towers, which compute the features of images."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ Embed = Callable[[Tensor], Tensor]
 
 
 class VisionTower(Protocol):
-    """An encoder of images, and the handling of image tokens in the language model."""
+    """Interface of vision towers: the image encoder, and the handling of image tokens in the language model."""
 
     deepstack: Sequence[Tensor]
-    """Tensors that are added to the residual stream after the first decoder layers, one per layer,
-    ``[step tokens, hidden]``: features of image tokens, zeros for text (DeepStack, Meng et al., 2024). Empty in most
-    models."""
+    """Tensors ``[step tokens, hidden]`` that are added to the residual stream after the first decoder layers, one per
+    layer: features for image tokens, zeros for text (DeepStack, Meng et al., 2024). Empty in most models."""
     bidirectional: bool
     """True if the tokens of an image attend to each other bidirectionally (``AttentionMetadata.key_ends``)."""
     placeholder: int | None
-    """Id of the token that is replaced by features, if images also have other tokens; else None."""
+    """Id of the token whose embedding features replace, if images also have other tokens; None: all tokens of an image
+    are replaced."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Embed tokens with the language model, ``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may
-        modify."""
+        """Embed tokens with the language model, ``[tokens]`` int64 to ``[tokens, hidden]``. The caller may modify the
+        result."""
         ...
 
     def encode(self, image: ImageInput) -> Tensor:
-        """Features of an image, ``[image.length, hidden]``, in the model's dtype on its device. They replace the
-        embeddings of its placeholder tokens. Features for ``deepstack`` are appended to each row. They depend only on
-        the image."""
+        """Features of an image, ``[image.length, hidden]`` in the model's dtype on its device. Features replace the
+        embeddings of the image's placeholder tokens, and only depend on the image. Features for ``deepstack`` are
+        appended to each row."""
         ...
 
     def rope_rows(self, positions: np.ndarray) -> Tensor:
-        """``Batch.positions`` for positions in time, height and width, ``[3, tokens]`` int64."""
+        """Convert positions in time, height and width, ``[3, tokens]`` int64, to ``Batch.positions``, ``[tokens]``."""
         ...
 
 
 def tower_context(context: BuildContext) -> BuildContext:
-    """Build context of a tower: all ranks have the whole tower, and it is not quantized."""
+    """Build context of a tower: every rank has the whole tower, which is not quantized."""
     return replace(context, group=SINGLE_RANK, scheme=Scheme(), max_loras=0)
 
 

@@ -60,7 +60,7 @@ class Whisper(BaseModel):
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
         cross = batch.cross_attention
         x = self._ops.add_residual(self._positions.embedding(batch.positions), self._embedding(batch.token_ids))
-        if cross is None:  # a profiling or probing step
+        if cross is None:  # profiling and probing steps have no audio
             return self._norm(self._ops.index_select(x, batch.logits_indices))
         for number, (layer, self_cache, cross_cache) in enumerate(zip(self._layers, cache, cross.cache, strict=True)):
             x = layer(x, batch, self_cache, cross_cache, cross, number)
@@ -90,12 +90,12 @@ class _Attention:
         self.output = Linear(context, f"{name}.out_proj", size, size)
 
     def queries(self, x: Tensor) -> Tensor:
-        """``[tokens, size]`` to ``[tokens, heads, head_dim]``."""
+        """Project ``[tokens, size]`` to queries, ``[tokens, heads, head_dim]``."""
         queries: Tensor = self._q(x).unflatten(-1, self._shape)
         return queries
 
     def keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``[tokens, size]`` to ``[tokens, heads, head_dim]`` each."""
+        """Project ``[tokens, size]`` to keys and values, ``[tokens, heads, head_dim]`` each."""
         return self._k(x).unflatten(-1, self._shape), self._v(x).unflatten(-1, self._shape)
 
 
@@ -116,10 +116,10 @@ class _Layer:
     def __call__(
         self, x: Tensor, batch: Batch, self_cache: Any, cross_cache: Any, cross: CrossAttention, number: int
     ) -> Tensor:
-        """``[tokens, size]`` to ``[tokens, size]``.
+        """Compute the layer, ``[tokens, size]`` to ``[tokens, size]``.
 
         Args:
-            self_cache, cross_cache: KV cache of the layer, and its entry of ``cross.cache``.
+            self_cache, cross_cache: KV caches of self-attention and cross-attention in this layer.
             number: index of the layer.
         """
         attention, ops = self._self_attention, self._ops

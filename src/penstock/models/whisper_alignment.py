@@ -13,22 +13,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROWS_AT_ONCE = 32
-"""Number of tokens whose attention is smoothed together, so that it stays in a core's cache."""
+"""Number of tokens whose attention is smoothed together; this amount fits into a core's cache."""
 
 
 def token_times(queries: Tensor, keys: Tensor, length: int, filter_width: int) -> np.ndarray:
     """Index of the audio encoder's hidden state at which the speech of each token ends, ``[tokens]`` int64.
 
-    A token's query attends to the audio of the next token.
+    The query of a token attends to the audio of the next token.
 
     Args:
         queries: ``[heads, tokens, head_dim]`` of the alignment heads.
-        keys: ``[heads, positions, head_dim]`` of a window of audio.
+        keys: ``[heads, positions, head_dim]`` of the same heads for a window of audio.
         length: number of leading positions that are not padding.
         filter_width: ``SpeechConfig.median_filter_width``.
     """
     total = torch.zeros(queries.shape[1], length)
-    with _one_thread():  # sums over several threads would depend on their number
+    with _one_thread():  # with several threads, sums would depend on the number of threads
         for q, k in zip(queries.float(), keys.float(), strict=True):
             weights = (q * q.shape[-1] ** -0.5 @ k.T).softmax(-1)[:, :length]
             std, mean = torch.std_mean(weights, 0, correction=0)
@@ -55,8 +55,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def _median_filter(x: Tensor, width: int) -> Tensor:
-    """Median filter over the last dimension, with reflection at the ends. Dimensions that are too short for reflection
-    are returned unmodified."""
+    """Median filter over the last dimension, with reflection at the ends. If the dimension is too short for reflection,
+    ``x`` is returned unmodified."""
     half, size = width // 2, x.shape[-1]
     if size <= half:
         return x
@@ -71,8 +71,8 @@ def _median_filter(x: Tensor, width: int) -> Tensor:
 def _first_columns(costs: np.ndarray) -> np.ndarray:
     """Dynamic time warping: the column at which the cheapest path enters each row, ``[rows]`` int64.
 
-    The path leads from the first to the last element of ``costs``, with steps to the next row, column, or both. Sums
-    are float32, and of equal sums a step to the next column is preferred, as in transformers.
+    The path leads from the first to the last element of ``costs``, with steps to the next row, column, or both. As in
+    transformers, sums are float32, and a tie goes to the step to the next column.
 
     Args:
         costs: ``[rows, columns]`` float64.
@@ -83,8 +83,8 @@ def _first_columns(costs: np.ndarray) -> np.ndarray:
     item = padded.itemsize
     shape, strides = (rows + columns - 1, rows), (item, (columns + rows - 1) * item)
     diagonals = np.lib.stride_tricks.as_strided(padded, shape, strides, writeable=False)  # [d, i] is costs[i, d - i]
-    steps = np.empty(shape, np.int8)  # 0: both, 1: row, 2: column
-    before = np.full(rows + 1, np.inf, np.float32)  # sums of a diagonal, with a border before the first row
+    steps = np.empty(shape, np.int8)  # last step of the path: 0: next row and column, 1: next row, 2: next column
+    before = np.full(rows + 1, np.inf, np.float32)  # sums of a diagonal; index 0 is a border before the first row
     last = before.copy()
     before[0] = 0.0
     for d in range(len(diagonals)):

@@ -39,7 +39,7 @@ class WhisperEncoder:
         self._norm = LayerNorm(context, f"{name}.layer_norm", size, EPS, bias=True)
 
     def __call__(self, features: Tensor) -> Tensor:
-        """``[bins, frames]`` float32 to ``[frames / 2, size]``."""
+        """Encode ``[bins, frames]`` float32 to ``[frames / 2, size]``."""
         x = features.to(self._device, self._dtype).T.contiguous()
         for convolution in self._convolutions:
             x = convolution(x)
@@ -50,7 +50,7 @@ class WhisperEncoder:
 
 
 class _Convolution:
-    """A convolution over time with GELU, computed as a matrix product with the frames of each output."""
+    """A convolution over time with GELU, computed as a matrix product with the ``WIDTH`` frames of each output."""
 
     def __init__(self, context: BuildContext, name: str, inputs: int, outputs: int, stride: int) -> None:
         weight = context.read_weight(f"{name}.weight", outputs, inputs, WIDTH).flatten(1).contiguous()
@@ -59,7 +59,7 @@ class _Convolution:
         self._stride = stride
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[frames, inputs]`` to ``[frames / stride, outputs]``."""
+        """Convolve ``[frames, inputs]`` to ``[frames / stride, outputs]``."""
         padded = F.pad(x, (0, 0, WIDTH // 2, WIDTH // 2))
         seen = padded.unfold(0, WIDTH, self._stride)  # [frames / stride, inputs, WIDTH]
         return F.gelu(self._matrix.linear(seen.flatten(1).contiguous()))
@@ -81,7 +81,7 @@ class _Layer:
         self._fc2 = Linear(context, f"{name}.fc2", config.intermediate_size, size)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[positions, size]`` to ``[positions, size]``."""
+        """Compute the layer, ``[positions, size]`` to ``[positions, size]``."""
         x = x + self._attend(self._attention_norm(x))
         return x + self._fc2(F.gelu(self._fc1(self._mlp_norm(x))))
 

@@ -1,4 +1,4 @@
-"""Ops (kernels) and their backends. ``reference`` defines each op in plain PyTorch."""
+"""Ops (kernels) and their backends. ``reference`` defines the result of each op in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ class Ops(Protocol):
     ``backend``. ``reference`` documents the functions, with shapes and dtypes."""
 
     NAME: str
+    """Name of the backend."""
     BATCH_INVARIANT: bool
-    """True if the bits of a row do not depend on the rest of the batch."""
+    """True if the bits of a row do not depend on the other rows of the batch."""
     ASYNCHRONOUS: bool
     """True if ops return before their results are computed, as on a GPU. A step may then be submitted while the
-    previous one runs, and refer to the tokens that it samples (``Batch.token_ids``)."""
+    previous step runs, and refer to the tokens that the previous step samples (``Batch.token_ids``)."""
     LAYOUT: str
     """Version of the layout of ``packed_tensors``."""
 
@@ -166,20 +167,20 @@ class Ops(Protocol):
 def backend(
     device: torch.device, name: Literal["auto", "reference", "cpu", "cuda"] = "auto", batch_invariant: bool = True
 ) -> Ops:
-    """Return the fastest backend for a device ("auto"), or the named one.
+    """Return the fastest backend for a device ("auto"), or the named backend.
 
     Args:
         batch_invariant: False allows the CUDA backend of this process to use faster kernels that are not
             batch-invariant.
 
-    Raises ``PenstockError`` (``unsupported``) if the backend cannot run here.
+    Raises ``PenstockError`` (``unsupported``) if the backend cannot run on the device or in this installation.
     """
     if name == "reference":
         return reference
     if name == "cuda" or (name == "auto" and device.type == "cuda"):
         return _cuda(device, name, batch_invariant)
     if device.type != "cpu":
-        raise PenstockError(Code.UNSUPPORTED, f"the CPU kernels do not run on {device}", "ops")
+        raise PenstockError(Code.UNSUPPORTED, f"the CPU kernels do not run on {device}: use ops reference", "ops")
     try:
         from . import cpu
     except ImportError as error:
@@ -200,6 +201,7 @@ def backend(
 
 
 def _cuda(device: torch.device, name: str, batch_invariant: bool) -> Ops:
+    """The CUDA backend; with ``name`` "auto", the reference backend if Triton is missing."""
     try:
         from . import cuda
     except ModuleNotFoundError as error:

@@ -1,12 +1,15 @@
 """The compiled CPU kernels (``csrc/module.cc``). Integer arguments such as ``x`` and ``out`` are addresses."""
 
 PANEL: int
+"""Number of outputs of a panel of a packed matrix."""
 MAX_HEAD: int
+"""Largest head size of attention."""
 MAX_LATENT: int
 """Largest value size of a latent cache."""
 MAX_LATENT_KEY: int
 """Largest key size of a latent cache."""
 MAX_BLOCK: int
+"""Largest number of tokens of a KV block."""
 BUILT: list[str]
 """Instruction sets of this build, from the slowest to the fastest."""
 MACHINE: list[str]
@@ -14,7 +17,7 @@ MACHINE: list[str]
 SOURCES: str
 """Hash of the compiled sources (CMakeLists.txt)."""
 VERSION: str
-"""Version of the package that the kernels were built for."""
+"""Version of the package for which the kernels were built."""
 
 def available() -> list[str]: ...
 def current() -> str: ...
@@ -65,7 +68,7 @@ class Group:
     RANK_BYTES: int
     """Bytes of shared memory per rank."""
     STEP_BITS: int
-    """Number of low bits of a rank's progress, which count the barriers of a step. The other bits are the step."""
+    """Number of low bits of a rank's progress, which count the barriers of a step. The high bits number the step."""
     def __init__(self, memory: int, rank: int, size: int, spins: int, seconds: float, /) -> None: ...
     def connect(self, socket: int, rank: int, sends: bool, receives: bool, capacity: int, /) -> None: ...
     def begin(self, step: int, /) -> None: ...

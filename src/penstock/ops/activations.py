@@ -1,4 +1,4 @@
-"""Activation functions in plain PyTorch, a part of ``reference``."""
+"""Activation functions in plain PyTorch, for ``reference``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "tanh": torch.tanh,
 }
-"""Activation functions by name, in the order of the kernels' numbers: GELU (Hendrycks and Gimpel, 2016) is exact in
-``gelu``, and approximated with tanh in ``gelu_tanh``."""
+"""Activation functions by name, in the order of their numbers in the kernels. ``gelu`` is the exact GELU (Hendrycks and
+Gimpel, 2016), ``gelu_tanh`` its approximation with tanh."""
 
 
 def swigluoai(gate: Tensor, up: Tensor) -> Tensor:
@@ -26,19 +26,20 @@ def swigluoai(gate: Tensor, up: Tensor) -> Tensor:
 
 
 GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"swigluoai": swigluoai}
-"""Gated activations that are not of the form ``activation(gate) * up``. In the kernels, their numbers follow those of
-``ACTIVATIONS``."""
+"""Gated activations by name that are not of the form ``activation(gate) * up``. Their numbers in the kernels follow the
+numbers of ``ACTIVATIONS``."""
 
 
 def activation(x: Tensor, function: str, out: Tensor | None = None) -> Tensor:
-    """Apply a function of ``ACTIVATIONS`` to ``[tokens, size]``, computed in float32."""
+    """Apply a function of ``ACTIVATIONS`` to ``[tokens, size]``, in float32. The result has the dtype of ``x``."""
     result = ACTIVATIONS[function](x.float()).to(x.dtype)
     return result if out is None else out.copy_(result)
 
 
 def activation_and_mul(gate_up: Tensor, function: str, out: Tensor | None = None) -> Tensor:
-    """Gated activation (SwiGLU, GEGLU; Shazeer, 2020) of ``[..., 2 * size]``, gate then up: ``function(gate) * up``, or
-    ``function(gate, up)`` for one of ``GATES``, computed in float32; ``[..., size]``."""
+    """Gated activation (SwiGLU, GEGLU; Shazeer, 2020) of ``[..., 2 * size]`` (gate, then up). Returns
+    ``function(gate) * up``, or ``function(gate, up)`` for a function of ``GATES``, ``[..., size]``, computed in
+    float32."""
     gate, up = gate_up.float().chunk(2, -1)
     gated = GATES[function](gate, up) if function in GATES else ACTIVATIONS[function](gate) * up
     result = gated.to(gate_up.dtype)

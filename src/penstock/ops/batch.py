@@ -25,10 +25,10 @@ class AttentionMetadata:
     block_tables: Tensor
     """``[sequences, blocks]`` int32: KV blocks of each sequence, in order."""
     key_ends: Tensor | None = None
-    """``[queries]`` int32: index after the last key that each query attends to, for models with bidirectional attention
-    within an image; None: causal. Windows count from the query's position."""
+    """``[queries]`` int32: index after the last key to which each query attends, for models with bidirectional
+    attention within an image; None: causal. Windows count from the query's position."""
     plan: Any = None
-    """Data that a backend derives from the above in the first layer and reuses in the others."""
+    """Data that a backend derives from these tensors in the first layer and reuses in later layers."""
 
     def to(self, device: torch.device) -> AttentionMetadata:
         """Copy the metadata to a device."""
@@ -45,15 +45,16 @@ class AttentionOptions:
     scale: float
     """Softmax scale: factor of the products of queries and keys."""
     window: int = 0
-    """Sliding window: number of positions that a query attends to, including its own; 0: all."""
+    """Sliding window: number of positions to which a query attends, the query's position included; 0: all."""
     softcap: float = 0.0
     """Soft cap of the scores, ``softcap * tanh(score / softcap)``; 0: off."""
     sinks: Tensor | None = None
     """``[heads]`` float32: sink logit of each head in the softmax denominator (gpt-oss); None: no sinks."""
     causal: bool = True
-    """False: queries also attend to later positions, to all or, with a window, to as many as before them."""
+    """False: queries also attend to later positions: to all, or with a window to ``window - 1`` of them."""
     chunked: bool = False
-    """Chunked attention (Llama 4): queries attend only within their chunk of ``window`` positions. With ``causal``."""
+    """Chunked attention (Llama 4): queries attend only within their chunk of ``window`` positions. Requires
+    ``causal``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,11 @@ class CrossAttention:
     cache: list[Any]
     """KV cache of the encoder's hidden states, by layer."""
     attention: AttentionMetadata
-    """Metadata of the encoder's tokens by sequence. Queries attend to all of them."""
+    """Metadata of the encoder's tokens by sequence. Queries attend to all tokens of their sequence."""
     recorded_layers: frozenset[int] = frozenset()
-    """Layers whose queries are stored in ``queries``."""
+    """Layers that store their queries in ``queries``."""
     queries: dict[int, Tensor] = field(default_factory=dict)
-    """Filled by the forward pass: ``[tokens, heads, head_dim]`` by layer, valid until the next forward pass."""
+    """Queries ``[tokens, heads, head_dim]`` by layer. The forward pass sets them; valid until the next forward pass."""
 
 
 @dataclass(slots=True)
@@ -88,25 +89,25 @@ class Batch:
     logits_attention: AttentionMetadata
     """Attention metadata of the tokens in ``logits_indices``."""
     lora_slots: Tensor | None = None
-    """``[tokens]`` int32: LoRA slot of each token, -1 for none; None where no token has one."""
+    """``[tokens]`` int32: LoRA slot of each token, -1 without an adapter; None if no token has an adapter."""
     logits_lora_slots: Tensor | None = None
     """``[rows]`` int32: ``lora_slots`` of the tokens in ``logits_indices``."""
     hidden_states: Tensor | None = None
     """``[tokens, hidden]``: residual stream from the previous pipeline stage, which may be overwritten; None in the
     first stage."""
     export_places: Tensor | None = None
-    """``[tokens]`` int64: position in the transfer buffer to copy each token's keys and values to, ``slot * slot_tokens
-    + index``; -1: not exported. None: no token is exported."""
+    """``[tokens]`` int64: position in the transfer buffer for each token's keys and values, ``slot * slot_tokens +
+    index``; -1: not exported. None: no token is exported."""
     export_step: int = 0
     """Step number for ``LayerExport.progress``, if tokens are exported."""
     slot_copies: tuple[Tensor, Tensor] | None = None
-    """Sources and targets of ``ops.copy_slots`` in each layer, after its keys and values are stored: paths of a token
-    tree share tokens, and each path has a copy in its blocks. None: no sequence has a tree."""
+    """Sources and targets of ``ops.copy_slots``, called in each layer after its keys and values are stored: paths of a
+    token tree share tokens, and each path has a copy in its blocks. None: no sequence has a tree."""
     cross_attention: CrossAttention | None = None
     """Cross-attention input of encoder-decoder models."""
     aux_hidden_states: tuple[Tensor, ...] = ()
-    """Filled by the forward pass: the residual stream ``[tokens, hidden]`` before each of the model's
-    ``aux_hidden_state_layers``; valid until the next forward pass."""
+    """Residual stream ``[tokens, hidden]`` before each of the model's ``aux_hidden_state_layers``. The forward pass
+    sets them; valid until the next forward pass."""
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device, except ``export_places``."""
@@ -135,9 +136,11 @@ class QKNorms:
     """RMS norms on the queries and keys of each head."""
 
     q_weight: Tensor
-    """``[head_dim]``."""
+    """Norm weight of queries, ``[head_dim]``."""
     k_weight: Tensor
+    """Norm weight of keys, ``[head_dim]``."""
     eps: float
+    """Value added to the mean square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +150,10 @@ class LayerExport:
     buffer: Tensor
     """Transfer buffer, ``[bytes]`` uint8."""
     layout: TransferLayout
+    """Layout of the layer in the buffer."""
     progress: Tensor
     """``[1]`` int64, written only by this rank: ``export_step << PROGRESS_BITS`` plus the number of layers that the
-    step has exported. A reader of that number may read the bytes of these layers."""
+    step has exported. Other processes may read these layers once they have read this number."""
 
 
 ForwardFn = Callable[[Batch], Tensor]
@@ -170,13 +174,13 @@ class CaptureOptions:
     use_lora: bool = False
     """Batches have ``lora_slots``."""
     hidden_states: Tensor | None = None
-    """Memory for ``Batch.hidden_states``, ``[max_tokens, hidden]``; None for batches without them."""
+    """Memory for ``Batch.hidden_states``, ``[max_tokens, hidden]``; None for batches without hidden states."""
     device: torch.device = CPU
     """Device of the forward pass."""
     graph_sizes: Sequence[int] = ()
-    """Numbers of sequences to capture CUDA graphs for."""
+    """Numbers of sequences for which CUDA graphs are captured."""
     sampled: Tensor | None = None
-    """int64 on the device: tokens sampled by the previous step, to which ``Batch.token_ids`` may refer if the backend
-    is ``ASYNCHRONOUS``."""
+    """Tokens sampled by the previous step, int64 on the device. ``Batch.token_ids`` may refer to these tokens if the
+    backend is ``ASYNCHRONOUS``."""
     key_ends: bool = False
     """Batches have ``AttentionMetadata.key_ends``; only on CPUs."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock.core.errors import invalid
 
 FIELD = "cpu_binding"
+"""Name of the option in errors."""
 QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 """Files of the CPU quota and its period in cgroups v2 and v1."""
 
@@ -26,14 +27,14 @@ def usable_cores(control_group: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def cores_of_rank(binding: str, rank: int, size: int) -> set[int]:
-    """Return the cores that a rank on this host is bound to; empty: not bound.
+    """Return the cores to which a rank on this host is bound; empty: not bound.
 
     Args:
-        binding: the option ``cpu_binding``. ``auto`` divides the usable cores evenly and keeps those of a NUMA node
-            together, if there is at least one per rank; ``none`` does not bind; otherwise a list of cores per rank.
+        binding: the option ``cpu_binding``. ``auto`` divides the usable cores evenly, in the order of NUMA nodes, if
+            each rank gets at least one core; ``none`` does not bind; otherwise a list of cores per rank.
         size: number of ranks on this host.
 
-    Raises ``PenstockError`` (``invalid``) for a malformed binding, or one for another number of ranks.
+    Raises ``PenstockError`` (``invalid``) if the binding is malformed, or for another number of ranks.
     """
     if binding == "none":
         return set()
@@ -45,7 +46,7 @@ def cores_of_rank(binding: str, rank: int, size: int) -> set[int]:
         return set(cores[first:end])
     lists = [binding] if size == 1 else binding.split("|" if "|" in binding else ",")
     if len(lists) != size:
-        raise invalid(FIELD, f"{binding!r} has cores for {len(lists)} ranks, but there are {size}", size)
+        raise invalid(FIELD, f"{binding!r} has cores for {len(lists)} ranks, but this host has {size} ranks", size)
     return set.union(*(_range(text) for text in lists[rank].split(",")))
 
 
@@ -60,7 +61,7 @@ def check_cores(cores: set[int]) -> None:
     finally:
         os.sched_setaffinity(0, before)
     if missing:
-        message = f"this process cannot use the cores {_describe(missing)} (it can use {_describe(before)})"
+        message = f"this process cannot use the cores {_describe(missing)}: name cores among {_describe(before)}"
         raise invalid(FIELD, message)
 
 
@@ -74,7 +75,7 @@ def bind_replica(binding: str, replica: int, replicas: int, ranks: int) -> str:
     Returns:
         ``cpu_binding`` for the ranks of this replica, within its share.
 
-    Raises ``PenstockError`` like ``cores_of_rank`` and ``check_cores``.
+    Raises the errors of ``cores_of_rank`` and ``check_cores``.
     """
     if binding in ("auto", "none"):
         cores = cores_of_rank(binding, replica, replicas)
@@ -90,7 +91,7 @@ def bind_replica(binding: str, replica: int, replicas: int, ranks: int) -> str:
 
 def describe_placement(binding: str, size: int) -> str:
     """Return the cores of each rank in the syntax of ``cpu_binding``, such as ``0-15|16-31``; "not bound" if ranks are
-    not bound. Raises like ``cores_of_rank``."""
+    not bound. Raises the errors of ``cores_of_rank``."""
     shares = [cores_of_rank(binding, rank, size) for rank in range(size)]
     return "|".join(map(_describe, shares)) if all(shares) else "not bound"
 
@@ -114,6 +115,7 @@ def _describe(cores: set[int]) -> str:
 
 
 def _range(text: str) -> set[int]:
+    """Parse a core (``3``) or a range of cores (``0-15``)."""
     first, dash, last = text.strip().partition("-")
     try:
         cores = set(range(int(first), int(last if dash else first) + 1))

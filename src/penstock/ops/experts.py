@@ -15,7 +15,8 @@ def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
 
     Args:
         logits: ``[tokens, experts]`` float32.
-        bias: ``[experts]`` float32, added to the scores to select groups and experts, but not in the weights.
+        bias: ``[experts]`` float32, added to the scores for the selection of groups and experts, but not for the
+            weights.
     """
     scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
     biased = scores if bias is None else scores + bias
@@ -37,7 +38,7 @@ def count_experts(ids: Tensor, counts: Tensor, num_tokens: Tensor | None = None)
     Args:
         ids: ``[tokens, top_k]`` int64, from ``select_experts``.
         counts: ``[experts]`` int64, updated in place.
-        num_tokens: ``[1]`` int32: number of leading tokens to count; None: all.
+        num_tokens: ``[1]`` int32: number of leading tokens to count; None: all tokens.
     """
     one = torch.ones_like(ids)
     if num_tokens is not None:
@@ -50,8 +51,8 @@ def place_experts(ids: Tensor, places: Tensor) -> Tensor:
 
     Args:
         ids: logical expert ids, ``[tokens, top_k]`` int64, from ``select_experts``.
-        places: ``[experts, 1 + max replicas]`` int64: number of replicas of each expert, then their physical ids,
-            counted over all ranks.
+        places: ``[experts, 1 + max replicas]`` int64: number of replicas of each expert, then the physical ids of the
+            replicas, numbered over all ranks.
     """
     candidates = places[ids]
     replica = torch.arange(len(ids), device=ids.device)[:, None] % candidates[..., 0]
@@ -61,14 +62,14 @@ def place_experts(ids: Tensor, places: Tensor) -> Tensor:
 def combine_experts(
     x: Tensor, weights: Tensor, shared: Tensor | None = None, gate: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Return the weighted sum of the outputs of each token's experts, ``[tokens, size]``, summed in their order.
+    """Return the weighted sum of the outputs of each token's experts, ``[tokens, size]``, summed in the order of ``x``.
 
     Args:
         x: outputs of the experts, ``[tokens, top_k, size]``.
         weights: ``[tokens, top_k]`` float32.
         shared: output of shared experts to add, ``[tokens, size]``; rows may be strided.
-        gate: ``[tokens, 1]`` float32, whose sigmoid is the weight of ``shared``; None: weight 1.
-        out: see ``linear``.
+        gate: ``[tokens, 1]`` float32: the sigmoid of this value is the weight of ``shared``; None: weight 1.
+        out: memory for the result (see ``linear``).
     """
     total = (x.float() * weights[..., None]).sum(1)
     if shared is not None:

@@ -1,7 +1,7 @@
 """Walsh-Hadamard transforms of blocks of inputs, which reduce the error of low-bit quantization.
 
-A transform spreads outliers over their block (QuaRot, Ashkboos et al., 2024). Transformed weights, divided by the block
-size ``n``, have the same products with transformed activations, as ``H @ H`` is ``n`` times the identity.
+A transform spreads outliers over their block (QuaRot, Ashkboos et al., 2024). Products do not change if both weights
+and activations are transformed, and the weights divided by the block size ``n``: ``H @ H`` is ``n`` times the identity.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 def hadamard(x: Tensor, block: int) -> Tensor:
     """Multiply blocks of the last dimension by the unnormalized Hadamard matrix (entries 1 and -1).
 
-    The butterflies are float32 additions with strides 1, 2, 4, ..., so that all backends give the same bits.
+    The additions have strides 1, 2, 4, … in this order, so that all backends give the same bits.
 
     Args:
         x: ``[..., size]`` float32.

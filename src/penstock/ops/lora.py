@@ -9,12 +9,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LoRAWeights:
-    """LoRA weights, which add ``scaling * b @ a @ x`` to a layer's outputs, from output ``offset``."""
+    """LoRA weights, which add ``scaling * b @ a @ x`` to a layer's outputs from output ``offset`` on."""
 
     a: Tensor
     """``[rank, in]``, in the model's dtype."""
     b: Tensor
     """``[outputs, rank]``, in the model's dtype."""
     offset: int
-    """First output of the layer that ``b`` adds to."""
+    """First output of the layer to which the product is added."""
     scaling: float
+    """Factor of the product, such as ``lora_alpha / r``."""

@@ -53,7 +53,7 @@ def outdated_warning() -> str | None:
 
 
 def hash_of_sources(folder: Path) -> str | None:
-    """Hash of the kernels' sources, computed as in CMakeLists.txt; None if the folder does not contain them."""
+    """Hash of the kernels' sources, computed like in CMakeLists.txt; None if the folder has no such sources."""
     if not (folder / "csrc" / "kernels.h").exists():
         return None
     files = [folder / "CMakeLists.txt", *(file for file in (folder / "csrc").iterdir() if file.suffix in (".cc", ".h"))]

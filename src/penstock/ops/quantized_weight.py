@@ -20,12 +20,12 @@ class QuantizedWeight:
     """A matrix ``[out, in]`` of 8- or 4-bit integers or floating-point numbers, with scales.
 
     A weight is ``values * scale + offset``, with the scale and offset of its output and group of inputs. If the format
-    rotates, this is the rotated weight.
+    has a rotation, the result is the rotated weight.
     """
 
     values: Tensor
-    """``[out, in]``: int8, in [-8, 7] with 4 bits; float8_e4m3fn if the format is ``floating``, except for mxfp4: int8,
-    the index in ``E2M1`` minus 8."""
+    """``[out, in]``. Integers: int8, with 4 bits in [-8, 7]. e4m3: float8_e4m3fn. mxfp4: int8, the index in ``E2M1``
+    minus 8."""
     scales: Tensor
     """``[ceil(out / rows_per_scale), groups]`` float32."""
     format: Format
@@ -36,21 +36,21 @@ class QuantizedWeight:
 
     def __post_init__(self) -> None:
         if self.format.rotation and self.order is not None:
-            raise ValueError("rotated weights cannot have permuted inputs (order)")
+            raise ValueError(f"rotated weights ({self.format}) cannot have permuted inputs (order)")
 
     def dequantize(self) -> Tensor:
         """Return the weights ``[out, in]`` float32, unpermuted and unrotated."""
         return hadamard(self.dequantize_rotated(), self.format.rotation_block(self.values.shape[1]))
 
     def dequantize_rotated(self) -> Tensor:
-        """Like ``dequantize``, but without undoing the rotation of the format."""
+        """Return the weights ``[out, in]`` float32, unpermuted and still rotated."""
         outputs, inputs = self.values.shape
         rows = min(self.format.rows_per_scale or outputs, outputs)
         columns = min(self.format.group_size or inputs, inputs)
 
         weight = self._numbers()
         if rows == 1 and inputs % columns == 0:
-            groups = weight.view(outputs, -1, columns)  # without copies, several times faster than `expand`
+            groups = weight.view(outputs, -1, columns)  # needs no copies, and is several times faster than `expand`
             groups *= self.scales.unsqueeze(-1)
             if self.offsets is not None:
                 groups += self.offsets.unsqueeze(-1)
@@ -71,6 +71,7 @@ class QuantizedWeight:
         return torch.tensor(E2M1, device=self.values.device)[self.values.int() + 8]
 
     def _in_order(self, weight: Tensor) -> Tensor:
+        """Undo the permutation of the inputs."""
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def to(self, device: torch.device, activations: Format) -> QuantizedWeight:

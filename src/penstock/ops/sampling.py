@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-5
+"""Lower bound of the temperature, which avoids a division by zero."""
 BIN_SHIFT = 20
-"""Number of low bits of a float32 that its bin (``truncate``) ignores: eight bins per power of two."""
+"""Number of low bits of a float32 that ``truncate`` ignores to choose a bin: eight bins per power of two."""
 
 
 def sample_random(
@@ -15,8 +16,8 @@ def sample_random(
 ) -> Tensor:
     """Sample with temperature, min-p, top-k and top-p, in this order.
 
-    Weights are float32, the largest being 1. A token is sampled by inverting the cumulative distribution over token
-    ids, which is summed in float64.
+    Weights are float32, and the largest weight is 1. A token is sampled by inverting the cumulative distribution over
+    token ids, which is summed in float64.
 
     Args:
         logits: ``[rows, vocabulary]`` float32.
@@ -48,10 +49,9 @@ def sample_random(
 
 def truncate(weights: Tensor, amounts: Tensor, limit: float) -> None:
     """Truncate a distribution in place: keep the most likely tokens until the sum of their ``amounts`` reaches
-    ``limit``, and set the weights of the others to 0. Ties go to the lower token id.
+    ``limit``, and set all other weights to 0. Ties go to the lower token id.
 
-    Tokens are counted into bins by the leading bits of their weights; only the bin in which the limit is reached is
-    sorted.
+    The amounts are summed in bins by the leading bits of the weights; only the bin that reaches the limit is sorted.
 
     Args:
         weights: ``[vocabulary]`` float32, not negative.

@@ -11,18 +11,18 @@ CANDIDATES = 6
 MAX_INTEGER = 15
 """Largest integer scale of a group."""
 MIN_MAGNITUDE = 1e-30
-"""Groups up to this magnitude are rounded to zeros."""
+"""Groups up to this magnitude are quantized to zeros."""
 LANES = 16
-"""Number of partial sums, which are added in a tree, as in the kernels' vectors."""
+"""Number of partial sums, which are added in a tree, like the kernels do with their vectors."""
 
 
 def search_scales(groups: Tensor) -> Tensor:
     """Return the scales ``[...]`` with the least squared error for groups ``[..., size]`` float32.
 
-    Candidate 0 maps the largest magnitude to -8; candidate k is smaller by the factor ``1 + k / 16`` and clips larger
-    weights. Each candidate's integers then get their optimal scale, ``sum(q * w) / sum(q * q)``, and the candidate with
-    the least error wins, as in llama.cpp's ``make_qx_quants``. Scales have the precision of float16 (11 significant
-    bits), and any exponent.
+    Candidate 0 maps the largest magnitude to -8; candidate k is smaller by the factor ``1 + k / 16``, and clips larger
+    weights. The integers q of a candidate then get their optimal scale, ``sum(q * w) / sum(q * q)``, and the candidate
+    with the least error is chosen, like in llama.cpp's ``make_qx_quants``. Scales have the precision of float16 (11
+    significant bits), and any exponent.
     """
     maximum = groups.abs().amax(-1)
     base = torch.where((groups == maximum[..., None]).any(-1), -maximum, maximum) / 8
@@ -40,12 +40,12 @@ def search_scales(groups: Tensor) -> Tensor:
 def search_integer_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Search two-level scales of groups ``[..., groups, size]`` float32: an integer per group, times a common scale.
 
-    The common scale is the largest scale of ``search_scales`` over 15. A group's scale is rounded up or down to an
-    integer, whichever has the lower squared error.
+    The common scale is the largest scale of ``search_scales`` divided by 15. A group's scale is rounded up or down to
+    an integer, depending on which one has the lower squared error.
 
     Returns:
         Integers from -15 to 15 as float32, ``[..., groups]``, 0 for a group of zeros; and the common scales ``[...]``
-        float32, which are not finite if a weight is not.
+        float32, which are not finite if a weight is not finite.
     """
     maximum = groups.abs().amax(-1)
     exact = torch.where(maximum > MIN_MAGNITUDE, search_scales(groups), maximum * 0)

@@ -1,7 +1,7 @@
-"""A group of ranks with one GPU of a machine each. Outputs are gathered by NCCL, or by Gloo on CPUs, for tests.
+"""A group of ranks with one GPU each, on one machine. NCCL gathers outputs; in tests on CPUs, Gloo gathers them.
 
-Outputs are split among ranks as in other groups, so results have the same bits at every size. Failed steps are reported
-over shared memory, as in a group on CPUs.
+Outputs are split among ranks as in other groups, so results have the same bits for every number of ranks. Failed steps
+are reported over shared memory, as in a group on CPUs.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from torch import Tensor
 
 from .group import CombineFn, ComputeFn, Group, Shard, SingleRank, shard_outputs
 
-all_gather_single = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # its name before PyTorch 2.13
+# PyTorch before 2.13 names this function ``all_gather_into_tensor``.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 MAX_GATHERED_BYTES = 2**16
-"""Maximum size of all rows together for which ``combine_rows`` gathers them instead of using all-to-all."""
+"""Maximum total size of rows, in bytes, that ``combine_rows`` gathers; larger rows are exchanged by all-to-all."""
 
 
 class DeviceGroup(Group):
-    """A ``Group`` whose tensors are on devices.
+    """A ``Group`` for tensors on GPUs (CPUs in tests).
 
     Args:
-        control: group of the same ranks, for ``step``.
+        control: group of the same ranks in shared memory, used by ``step``.
         device: device of this rank.
-        rendezvous: file by which the ranks find each other (``FileStore``). It must not exist yet.
+        rendezvous: file through which the ranks find each other (``FileStore``). The file must not exist.
     """
 
     def __init__(self, control: Group, device: torch.device, rendezvous: Path) -> None:
@@ -61,7 +60,7 @@ class DeviceGroup(Group):
         merged = torch.zeros(len(ids), width, dtype=dtype, device=ids.device)
         compute(merged)
         gathered = self._gather(merged)
-        for each, part in zip(self._shards_of_all(shard), gathered, strict=True):  # without copies from the host
+        for each, part in zip(self._shards_of_all(shard), gathered, strict=True):  # no copies from the host
             is_in_shard = ((ids >= each.first) & (ids < each.end))[:, None]
             merged = torch.where(is_in_shard, part, merged)
         return merged
@@ -76,9 +75,9 @@ class DeviceGroup(Group):
         rows_per_token: int,
         combine: CombineFn,
     ) -> Tensor:
-        """Each rank receives some columns of all rows (all-to-all) and combines them. With k rows per token and R
-        ranks, a rank receives (k + 1) (R - 1) / R vectors per token; gathering all rows would be k (R - 1). Few rows
-        are gathered, because two collectives take longer than the additional bytes."""
+        """See ``Group.combine_rows``. Each rank receives some columns of all rows (all-to-all) and combines them. With
+        k rows per token and R ranks, a rank receives (k + 1) (R - 1) / R vectors per token, and k (R - 1) in a gather.
+        A small number of rows is gathered: a second collective would take longer than the additional bytes."""
         if len(ids) * width * dtype.itemsize <= MAX_GATHERED_BYTES:
             return super().combine_rows(compute, ids, shard, width, dtype, rows_per_token, combine)
         columns = [shard_outputs(SingleRank(rank, self.size), width) for rank in range(self.size)]
@@ -97,7 +96,7 @@ class DeviceGroup(Group):
         return self.all_gather(lambda _: result, rows // rows_per_token, rank_columns, dtype)
 
     def step(self) -> AbstractContextManager[None]:
-        """Step of the control group. If a rank fails while others wait for its outputs, they wait in NCCL until the
+        """See ``Group.step``. If a rank fails while other ranks wait for its outputs, these wait in NCCL until the
         executor terminates them."""
         return self._control.step()
 
@@ -108,7 +107,7 @@ class DeviceGroup(Group):
         return gathered.view(self.size, *tensor.shape)
 
     def _shards_of_all(self, shard: Shard) -> list[Shard]:
-        """Shards of all ranks. They are gathered once, since all ranks make the same calls."""
+        """Shards of all ranks, gathered at the first call with this shard. All ranks make the same calls."""
         if shard not in self._shards:
             bounds = torch.tensor([shard.first, shard.end], device=self._device)
             self._shards[shard] = [Shard(first, end, shard.total) for first, end in self._gather(bounds).tolist()]

@@ -1,7 +1,7 @@
 """Tensor-parallel groups: ranks that split the outputs of a model's matrices.
 
 Matrices are split by outputs only (column parallel). Every output is one sum over all inputs on one rank, so results
-have the same bits at every size.
+have the same bits for every number of ranks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from penstock.core.errors import invalid
 
 PANEL = 64
-"""Number of outputs that kernels compute together. Shards are whole panels if there are enough of them."""
+"""Number of outputs that kernels compute together. Shards consist of complete panels if every rank can have one."""
 FIELD = "tensor_parallel_size"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The outputs from ``first`` to ``end``, out of ``total``, that a rank computes."""
+    """The outputs of a matrix that a rank computes: indices from ``first`` to ``end`` (exclusive), out of ``total``."""
 
     first: int
     end: int
@@ -39,14 +39,15 @@ class Shard:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """``first`` and ``end``, for ``BuildContext.read_weight``."""
+        """``first`` and ``end``, the argument ``rows`` of ``BuildContext.read_weight``."""
         return self.first, self.end
 
 
 ComputeFn = Callable[[Tensor | None], Tensor]
-"""Computes a rank's part of a gathered tensor; the argument is its destination, or None."""
+"""Function that computes a rank's part of a gathered tensor. Argument: destination of the part; None: a new tensor."""
 CombineFn = Callable[[Tensor, Shard], Tensor]
-"""Function from ``[tokens * rows_per_token, columns]``, and the shard of these columns, to ``[tokens, columns]``."""
+"""Function that combines the rows of each token. Arguments: ``[tokens * rows_per_token, columns]``, and the shard of
+these columns. Result: ``[tokens, columns]``."""
 
 
 class Group(ABC):
@@ -72,12 +73,12 @@ class Group(ABC):
     def gather_rows(
         self, compute: ComputeFn, ids: Tensor, shard: Shard, width: int, dtype: torch.dtype, rows_per_token: int = 1
     ) -> Tensor:
-        """Gather ``[rows, width]``, of which each rank computes some rows, to a read-only tensor on every rank.
+        """Gather the rows that each rank computes to a read-only ``[rows, width]`` on every rank.
 
         Args:
-            compute: writes this rank's rows to the destination, and leaves the others unmodified. Without a destination
-                it returns all rows, which are then all of this rank.
-            ids: ``[rows]`` int64.
+            compute: writes this rank's rows to the destination, and leaves other rows unmodified. Without a destination
+                (a group of one rank) it returns all rows.
+            ids: ``[rows]`` int64: id of each row, e.g. a token or an expert.
             shard: ids whose rows this rank computes.
             rows_per_token: see ``all_gather``.
         """
@@ -92,7 +93,7 @@ class Group(ABC):
         rows_per_token: int,
         combine: CombineFn,
     ) -> Tensor:
-        """Gather the rows of all ranks, and combine those of each token to a read-only ``[tokens, width]`` on every
+        """Gather the rows of all ranks, and combine the rows of each token to a read-only ``[tokens, width]`` on every
         rank. In this class every rank combines all columns.
 
         Args:
@@ -104,18 +105,18 @@ class Group(ABC):
     @abstractmethod
     def step(self) -> AbstractContextManager[None]:
         """Context manager around the computation of one step, which all ranks run together. If the step fails on one
-        rank, it fails on all.
+        rank, it fails on all ranks.
 
         Raises ``RankFailedError`` if the step has failed on another rank.
         """
 
 
 class RankFailedError(RuntimeError):
-    """The step has failed on another rank."""
+    """Raised if the step has failed on another rank."""
 
 
 class SingleRank(Group):
-    """A group of one rank. With other arguments: a rank's position in a group, for ``shard_outputs`` etc."""
+    """A group of one rank. With ``size`` above 1 it only describes the position of a rank, for ``shard_outputs``."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__(rank, size)
@@ -143,7 +144,7 @@ def shard_outputs(group: Group, total: int) -> Shard:
     Raises ``PenstockError`` (``invalid``) for fewer outputs than ranks.
     """
     if total < group.size:
-        raise invalid(FIELD, f"{group.size} ranks cannot share {total} outputs", total)
+        raise invalid(FIELD, f"{group.size} ranks cannot share {total} outputs: use at most {total} ranks", total)
     unit = PANEL if total >= PANEL * group.size else 1
     units = -(-total // unit)
     first, end = (min(units * rank // group.size * unit, total) for rank in (group.rank, group.rank + 1))
@@ -151,8 +152,8 @@ def shard_outputs(group: Group, total: int) -> Shard:
 
 
 def shard_heads(group: Group, num_heads: int, num_kv_heads: int) -> tuple[Shard, Shard]:
-    """A rank's shards of the query heads, and of the key and value heads that they attend to. With fewer key and value
-    heads than ranks, several ranks have the same one.
+    """A rank's shards of the query heads, and of the key and value heads that these attend to. With fewer key and value
+    heads than ranks, several ranks have the same key and value head.
 
     Raises ``PenstockError`` (``invalid``) if heads cannot be split evenly.
     """
@@ -163,7 +164,7 @@ def shard_heads(group: Group, num_heads: int, num_kv_heads: int) -> tuple[Shard,
         return Shard(first * queries, end * queries, num_heads), Shard(first, end, num_kv_heads)
     if size % num_kv_heads or num_heads % size:
         message = f"{size} ranks cannot share {num_heads} query heads and {num_kv_heads} key and value heads evenly"
-        raise invalid(FIELD, message, size)
+        raise invalid(FIELD, f"{message}: use a divisor of {num_heads} that is a multiple of {num_kv_heads}", size)
     first = rank * num_kv_heads // size
     queries = num_heads // size
     return Shard(rank * queries, (rank + 1) * queries, num_heads), Shard(first, first + 1, num_kv_heads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 HEADER = 8
-"""Size in bytes of the length, little-endian, that precedes a message."""
+"""Size in bytes of a message's header: the length of the message, little-endian."""
 
 
 class SocketLink:
@@ -14,7 +14,7 @@ class SocketLink:
 
     Args:
         descriptor: file descriptor of a connected socket. This object becomes its owner.
-        peer: name of the other side, for errors.
+        peer: name of the rank at the other end, for error messages.
 
     Both methods raise ``ConnectionError`` if the connection is lost.
     """
@@ -43,7 +43,7 @@ class SocketLink:
             except OSError as error:
                 raise self._lost(error.strerror or error) from error
             if not count:
-                raise self._lost("it was closed")
+                raise self._lost("the other end closed it")
             left = left[count:]
         return result
 

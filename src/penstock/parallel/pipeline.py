@@ -1,7 +1,7 @@
-"""Pipeline parallelism: stages that compute consecutive layers, each step one stage after the other.
+"""Pipeline parallelism: stages that compute consecutive layers. A step passes through the stages in order.
 
-A stage sends the residual stream after its last layer to the next one, so results have the same bits as with a single
-stage (GPipe, Huang et al., 2019, but with several steps in the stages instead of micro-batches of one step).
+A stage sends the residual stream after its last layer to the next stage, so results have the same bits as with a single
+stage. As in GPipe (Huang et al., 2019), stages work at the same time, but on different steps, not on micro-batches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from .group import RankFailedError
 
 FAILED, NO_TOKENS = b"", b"\0"
-"""Messages in place of hidden states: the step has failed, and the step computes no tokens."""
+"""Messages sent instead of hidden states if the step has failed, and if the step has no tokens."""
 
 
 class Sender(Protocol):
@@ -60,8 +60,8 @@ class PipelineStage:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Context manager around one step of this stage. At the end it sends the hidden states, or, if the step failed,
-        a message that fails the next stage's step. The previous stage's message is received in any case."""
+        """Context manager around one step of this stage. At the end it sends the hidden states; if the step failed, it
+        sends ``FAILED``, so that the next stage also fails. The message of the previous stage is always received."""
         self._received, self._outgoing = False, FAILED
         try:
             yield
@@ -77,7 +77,7 @@ class PipelineStage:
     def receive(self, width: int, dtype: torch.dtype) -> Tensor:
         """Wait for the hidden states of the previous stage in this step, ``[tokens, width]``.
 
-        Raises ``RankFailedError`` if the step has failed there.
+        Raises ``RankFailedError`` if the step has failed in a previous stage.
         """
         return torch.frombuffer(bytearray(self._receive()), dtype=dtype).view(-1, width)
 
@@ -86,7 +86,7 @@ class PipelineStage:
         self._outgoing = hidden.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
     def pass_on(self) -> None:
-        """Run a step without tokens, instead of ``receive`` and ``send``. Raises as ``receive``."""
+        """Run a step without tokens, instead of ``receive`` and ``send``. Raises the error of ``receive``."""
         if self._previous:
             self._receive()
         self._outgoing = NO_TOKENS
@@ -96,7 +96,7 @@ class PipelineStage:
         message = self._previous.receive()
         self._received = True
         if message == FAILED:
-            raise RankFailedError(f"the step failed in pipeline stage {self.rank - 1} or before")
+            raise RankFailedError(f"the step failed in pipeline stage {self.rank - 1} or an earlier stage")
         return message
 
 

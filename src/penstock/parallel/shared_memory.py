@@ -1,5 +1,5 @@
 """A group of ranks that gather outputs in shared memory. Kernels write their outputs into memory that all ranks of a
-host map, so gathering is a barrier without copies. Outputs are sent to other hosts over TCP within the barrier."""
+host map, so a gather is a barrier without copies. Within the barrier, outputs are sent to other hosts over TCP."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from penstock.ops.cpu import graph
 from .group import ComputeFn, Group, RankFailedError, Shard
 
 CAPACITY = 2**36
-"""Address space for gathered tensors, in bytes. A page takes memory from its first write on."""
+"""Address space for gathered tensors, in bytes. A page uses memory after its first write."""
 SPINS = 2000
-"""Iterations of the busy wait for another rank, some 30 microseconds, before this one sleeps on a futex."""
+"""Iterations of the busy wait for another rank (about 30 microseconds) before this rank sleeps on a futex."""
 TIMEOUT = 3600.0
-"""Timeout of a barrier in seconds. The executor terminates ranks that hang long before it."""
+"""Timeout of a barrier in seconds. The executor terminates hanging ranks much earlier."""
 PAGE = 4096
-"""Size of a page, the alignment of buffers in bytes. The first page has the ranks' barrier state."""
+"""Size of a page and alignment of buffers, in bytes. The first page has the barrier state of all ranks."""
 
 
 def create_memory(stages: int = 1) -> int:
-    """Create the memory of the groups of all pipeline stages. Returns a file descriptor, which all ranks inherit."""
+    """Create the shared memory of all pipeline stages. Returns a file descriptor, which all ranks inherit."""
     descriptor = os.memfd_create("penstock-group", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, stages * CAPACITY)
     return descriptor
 
 
 RankProgress = tuple[int, int, int]
-"""Progress of a rank: its step, its stage, and the number of barriers in that step. The smallest is that of the slowest
-rank: a stage that waits for the previous one is in the same step, and its barriers do not count."""
+"""Progress of a rank: step, stage, and number of barriers in that step. The smallest tuple belongs to the slowest rank.
+The stage is compared before the barriers, because a later stage waits for the earlier stages of the same step."""
 
 
 def rank_progress(descriptor: int, ranks: Iterable[tuple[int, int]]) -> list[RankProgress]:
     """Progress of some ranks on this host.
 
     Args:
-        ranks: stage of each rank, and its index in the group of that stage.
+        ranks: for each rank, its stage and its index in the group of the stage.
     """
     progress = []
     for stage, rank in ranks:
@@ -65,9 +65,9 @@ class PeerLink:
     """File descriptor of the socket."""
     rank: int
     sends: bool
-    """True if this rank sends its outputs to that rank."""
+    """True if this rank sends its outputs over the link."""
     receives: bool
-    """True if this rank receives that rank's outputs, for all ranks of this host."""
+    """True if this rank receives the other rank's outputs over the link, on behalf of all ranks of this host."""
 
 
 class SharedMemoryGroup(Group):
@@ -146,7 +146,7 @@ class SharedMemoryGroup(Group):
         self._buffers.recycle()
 
     def _forget_buffers(self) -> None:
-        """Drop all buffers after a failed step, in which ranks may have taken different ones."""
+        """Drop all buffers after a failed step, in which ranks may have taken different buffers."""
         self._buffers, self._allocated = _Buffers(self._allocate), self._graphs_end
 
     def _current_buffers(self) -> _Buffers:
@@ -163,7 +163,7 @@ class SharedMemoryGroup(Group):
         first = self._allocated
         self._allocated += -(-size // PAGE) * PAGE
         if self._allocated > CAPACITY:
-            raise MemoryError(f"the shared memory of the ranks ({CAPACITY} bytes) has no {size} bytes left")
+            raise MemoryError(f"the shared memory of the ranks ({CAPACITY} bytes) has less than {size} free bytes")
         return self._memory[first : first + size]
 
     def _allocate_for_graph(self, size: int) -> np.ndarray:
@@ -173,8 +173,8 @@ class SharedMemoryGroup(Group):
 
 
 class _Buffers:
-    """Pool of buffers. A buffer is reused only after the barrier that follows its last use, since another rank may read
-    it until then. All ranks take the same sizes in the same order, so a buffer has the same offset on all ranks."""
+    """Pool of buffers. A buffer is only reused after the barrier that follows its last use: another rank may read it
+    until then. All ranks take the same sizes in the same order, so a buffer has the same offset on all ranks."""
 
     def __init__(self, allocate: Callable[[int], np.ndarray]) -> None:
         self._allocate = allocate
@@ -182,15 +182,15 @@ class _Buffers:
         self._unused: list[np.ndarray] = []
 
     def take(self, size: int) -> np.ndarray:
-        """Take a buffer, ``[size]`` uint8. It returns to the pool with its last reference."""
-        capacity = 1 << max(size - 1, 0).bit_length()  # steps of different sizes share buffers
+        """Take a buffer, ``[size]`` uint8. The buffer returns to the pool when its last reference is deleted."""
+        capacity = 1 << max(size - 1, 0).bit_length()  # a power of two, so that steps of different sizes share buffers
         memory = self._free[capacity].pop() if self._free[capacity] else self._allocate(capacity)
         view = memory[:size]
         weakref.finalize(view, self._unused.append, memory)
         return view
 
     def recycle(self) -> None:
-        """Make returned buffers available, after a barrier."""
+        """Make returned buffers available. Called after a barrier."""
         while self._unused:
             memory = self._unused.pop(0)
             self._free[len(memory)].append(memory)

@@ -20,18 +20,18 @@ from penstock.core.quantization import UNQUANTIZED
 from .model_size import ModelSize, model_size_of
 
 METHODS = ("eagle3", "eagle", "medusa")
-"""Methods of ``speculative_config`` whose draft heads have a separate checkpoint."""
+"""Methods of ``speculative_config`` with a separate checkpoint of draft heads."""
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 MEDUSA_BLOCK = re.compile(r"(medusa_heads?\.)?(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\.weight")
 MEDUSA_LM_HEAD = re.compile(r"(medusa_heads?\.)?(\d+\.\d+|lm_heads\.\d+)\.weight")
 PICKLED_BYTES = 2
-"""Assumed bytes per number in PyTorch's pickled files, whose headers are not read."""
+"""Assumed bytes per parameter in PyTorch's pickled files, which are not opened."""
 
 
 def head_method(folder: Path) -> str:
     """Detect the method of draft heads from their ``config.json``; empty: a complete draft model.
 
-    Raises ``PenstockError`` (``invalid``) if there is no ``config.json``.
+    Raises ``PenstockError`` (``invalid``) if ``config.json`` is missing.
     """
     raw = read_config_json(folder)
     names = [*(raw.get("architectures") or ()), raw.get("model_type"), raw.get("speculators_model_type")]
@@ -89,14 +89,16 @@ def _eagle(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], method: 
         own = hidden * int(raw.get("draft_vocab_size") or size.head_weights // hidden) if _has(shapes, LM_HEAD) else 0
         own += size.head_weights if EMBEDDING in shapes else 0
     heads = int(raw.get("num_attention_heads") or hidden // size.kv_dim)
-    wider = hidden * size.kv_dim * (heads + 2 * size.num_kv_heads) if method == "eagle3" else 0  # of two inputs
+    # The q, k and v projections of EAGLE-3 read a second input.
+    wider = hidden * size.kv_dim * (heads + 2 * size.num_kv_heads) if method == "eagle3" else 0
     return replace(
         size, layer_weights=size.layer_weights + inputs * hidden + wider, embedding_weights=own, head_weights=own
     )
 
 
 def _medusa(folder: Path, shapes: Mapping[str, Sequence[int]], model: ModelSize) -> ModelSize:
-    """Size of Medusa heads: blocks with one matrix, and LM heads. A shared LM head is loaded once per head."""
+    """Size of Medusa heads: blocks of one matrix, and LM heads. An LM head shared by all heads is loaded once per
+    head."""
     blocks = {name: math.prod(shape) for name, shape in shapes.items() if MEDUSA_BLOCK.fullmatch(name)}
     heads = {name: math.prod(shape) for name, shape in shapes.items() if MEDUSA_LM_HEAD.fullmatch(name)}
     weights, own = sum(blocks.values()), sum(heads.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-"""Files of memory limit and usage in cgroup v2 and v1."""
+"""Names of the files with memory limit and usage, for cgroup v2 and v1."""
 FREE_SHARE = 0.5
 """Share of the host's free memory that the KV cache of a CPU engine takes by default."""
 
@@ -25,7 +25,7 @@ def free_host_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def _reclaimable(usage: Path) -> int:
-    """Bytes of a container's page cache (a checkpoint just read), which count as usage but can be reclaimed."""
+    """Bytes of a container's page cache (such as a checkpoint that was just read): used, but reclaimable."""
     try:
         lines = (usage.parent / "memory.stat").read_text().splitlines()
     except OSError:

@@ -13,9 +13,9 @@ from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format, Scheme, is_
 from .model_size import ModelSize
 
 HALF_BYTES = 2
-"""Bytes of a scale of symmetric 4-bit integers and of mxfp4 in the CPU kernels."""
+"""Bytes per scale of symmetric 4-bit integer and mxfp4 weights in the CPU kernels."""
 MAX_SEQS = 128
-"""Maximum number of running sequences in both documentations."""
+"""Maximum number of running sequences in the documentation of PaddleNLP and FastDeploy."""
 PROMPT_MARGIN = 128
 """Number of tokens that PaddleNLP's formula adds to the average prompt."""
 
@@ -110,7 +110,7 @@ def _computed_dtype(size: ModelSize, dtype: str) -> str:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """A KV cache with a number of blocks, and settings derived from it."""
+    """Size of a KV cache, and settings derived from it."""
 
     blocks: int
     block_size: int
@@ -145,8 +145,8 @@ class CachePlan:
         return max(min(int(room / output), MAX_SEQS), 1)
 
     def batch_size(self, prompt: float, output: float) -> int:
-        """PaddleNLP's formula for ``BATCH_SIZE``: number of sequences with these average lengths that fit, at most
-        ``MAX_SEQS``."""
+        """PaddleNLP's formula for ``BATCH_SIZE``: number of sequences with ``prompt`` and ``output`` tokens on average
+        that fit, at most ``MAX_SEQS``."""
         return max(min(int(self.tokens / (prompt + output)), MAX_SEQS), 1)
 
 

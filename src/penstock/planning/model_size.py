@@ -36,9 +36,9 @@ class ModelSize:
     num_kv_heads: int
     """Number of KV heads; 1 with ``latent``."""
     kv_dim: int
-    """Elements of a head's key or value; with ``latent``, of the latent vector and its rotary key together."""
+    """Elements of a head's key or value; with ``latent``, of the latent vector plus its rotary key."""
     latent: int
-    """Elements of the latent vector that replaces keys and values (multi-head latent attention); 0: none."""
+    """Elements of the latent vector that replaces keys and values (multi-head latent attention); 0: not used."""
     mtp_weights: int
     """Parameters of the layers for multi-token prediction, which are loaded only if speculation uses them."""
     num_mtp_layers: int
@@ -59,7 +59,7 @@ class ModelSize:
     expert_weights: int = 0
     """Parameters of one expert, summed over all layers with experts."""
     vision_weights: int = 0
-    """Parameters of the image or audio encoder, which is not quantized; 0: none."""
+    """Parameters of the image or audio encoder, which is not quantized; 0: no encoder."""
     encoder: bool = False
     """True for bidirectional models, which keep the keys and values of a single layer, and only during a step."""
 
@@ -164,7 +164,7 @@ def _speech_weights(config: ModelConfig) -> int:
 
 
 def _gguf_shares(config: Mapping[str, Any], part: str) -> dict[Format, float]:
-    """Share of each format, from the numbers of weights by type in the ``gguf`` entry of a configuration."""
+    """Share of each format, computed from the number of weights per GGUF type (entry ``gguf`` of ``config.json``)."""
     given = dict(config["gguf"][part]) if config.get("gguf") else {}
     counts = {name: max(int(count), 1) for name, count in given.items()}
     formats = {type.name: type.format for type in TYPES.values()}

@@ -50,13 +50,13 @@ def _given(layers: str, stages: int, total: int) -> list[int]:
     except ValueError as error:
         raise invalid(LAYERS_FIELD, f"{layers!r} is not a list of numbers of layers, such as 10,18") from error
     if len(counts) != stages or min(counts) < 1 or sum(counts) != total:
-        expected = f"{stages} numbers of at least 1 whose sum is {total}, the model's number of layers"
+        expected = f"{stages} numbers of at least 1 that add up to {total}, the model's number of layers"
         raise invalid(LAYERS_FIELD, f"must be {expected}, is {layers!r}")
     return counts
 
 
 def _balanced(size: ModelSize, stages: int, quantization: str, dtype: str) -> list[int]:
-    """Numbers of layers of each stage that minimize the largest stage."""
+    """Number of layers of each stage, chosen so that the largest stage is as small as possible."""
     if stages == 1:
         return [size.num_layers]
     layer, head = bytes_per_weight(size, quantization, dtype)

@@ -1,5 +1,5 @@
-"""Quantized checkpoints: readers of each format, and the matrix classes that layers multiply by. The formats themselves
-are defined in ``core/quantization.py``."""
+"""Quantized checkpoints: a reader for each checkpoint format, and the matrix classes of layers. ``Format`` is defined
+in ``core/quantization.py``."""
 
 from .checkpoint_format import CheckpointFormat, TensorSource
 from .experts import ExpertMatrices

@@ -18,9 +18,9 @@ from .integers import from_unsigned
 
 BITS = 4
 PACK_FACTOR = 8
-"""Outputs packed into one int32."""
+"""Number of outputs packed into one int32."""
 BYTE_OUTPUTS = ((0, 2), (4, 6), (1, 3), (5, 7))
-"""The two outputs in the low and the high half of each byte of a packed int32, lowest byte first."""
+"""Indices of the outputs in the low and the high half of each byte of a packed int32, lowest byte first."""
 
 
 def pack(values: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def pack(values: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Undo ``pack``; in the result, the integers of an output are contiguous in memory."""
+    """Inverse of ``pack``. In the result, the integers of an output are contiguous in memory."""
     rows, columns = packed.shape
     as_bytes = packed.T.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     by_byte = as_bytes.view(columns, rows, 4).transpose(1, 2).contiguous()
@@ -53,9 +53,9 @@ class AWQ:
         layout = str(config.get("version") or config.get("format") or "gemm").lower()
         if layout != "gemm" or config.get("backend") == "llm-awq":
             layout = layout if layout != "gemm" else "llm-awq"
-            raise unsupported(f"AWQ in the layout {layout!r}; supported is 'gemm'")
+            raise unsupported(f"AWQ in the layout {layout!r}; only 'gemm' is supported")
         if (bits := integer(config, "w_bit" if "w_bit" in config else "bits", BITS)) != BITS:
-            raise unsupported(f"AWQ in {bits} bits; supported is {BITS}")
+            raise unsupported(f"AWQ in {bits} bits; only {BITS} bits are supported")
         name = "q_group_size" if "q_group_size" in config else "group_size"
         self._format = Format(BITS, group_size(config, 128, name), asymmetric=True)
 

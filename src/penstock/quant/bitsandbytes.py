@@ -17,18 +17,18 @@ from .checkpoint_format import FLOATS, TensorSource, read_tensor
 from .config_fields import unsupported
 
 BLOCK = 64
-"""Default number of weights that share a scale; a checkpoint has its actual ``blocksize``."""
+"""Number of weights per scale, for ``Format``. ``read`` uses the actual ``blocksize`` of the checkpoint."""
 MAX_BLOCK = 2**16
 MAX_STATE = 2**16
 """Maximum size of an encoded ``_State`` in bytes."""
 STORAGE = (torch.uint8, torch.int8, *FLOATS, torch.float64)
-"""Possible dtypes of packed 4-bit weights (``bnb_4bit_quant_storage``); each byte holds two weights."""
+"""Possible dtypes of packed 4-bit weights (``bnb_4bit_quant_storage``); each byte contains two weights."""
 INT8_STEP = 7.874015718698502e-3
 """1 / 127, rounded as in bitsandbytes."""
 
 
 class _State(msgspec.Struct, frozen=True):
-    """Quantization state of a 4-bit matrix: the JSON stored in ``quant_state.bitsandbytes__nf4`` (or ``fp4``)."""
+    """Quantization state of a 4-bit matrix: the JSON in the tensor ``quant_state.bitsandbytes__nf4`` (or ``fp4``)."""
 
     quant_type: Literal["nf4", "fp4"]
     blocksize: int
@@ -40,9 +40,9 @@ class _State(msgspec.Struct, frozen=True):
 class BitsAndBytes:
     """``CheckpointFormat`` for bitsandbytes in 4 or 8 bits.
 
-    4 bits: each byte of ``<name>.weight`` holds two weights, the first in its upper half, as indices into
+    4 bits: each byte of ``<name>.weight`` has two weights, the first in its upper half, as indices into
     ``weight.quant_map`` ``[16]``. Consecutive weights of the flattened matrix form a block, which shares a scale of
-    ``weight.absmax``; the scales may be quantized, too (double quantization).
+    ``weight.absmax``. The scales may also be quantized (double quantization).
 
     8 bits: ``<name>.weight`` is ``[out, in]`` int8, and ``SCB`` is the largest magnitude of each output.
     """
@@ -50,7 +50,8 @@ class BitsAndBytes:
     def __init__(self, config: Mapping[str, Any]) -> None:
         is_4bit, is_8bit = (bool(config.get(f"load_in_{n}bit") or config.get(f"_load_in_{n}bit")) for n in (4, 8))
         if is_4bit == is_8bit:
-            raise invalid("model", "config.json must set exactly one of load_in_4bit and load_in_8bit")
+            found = f"load_in_4bit is {is_4bit} and load_in_8bit is {is_8bit}"
+            raise invalid("model", f"config.json must set exactly one of load_in_4bit and load_in_8bit; {found}")
         if is_4bit and (kind := config.get("bnb_4bit_quant_type") or "fp4") not in ("nf4", "fp4"):
             raise unsupported(f"bitsandbytes in {kind!r:.40}; supported are 'nf4' and 'fp4'")
         note = "llm_int8_threshold is ignored: outliers of activations are not multiplied separately"
@@ -82,7 +83,7 @@ def _read_4bit(source: TensorSource, name: str, outputs: int, inputs: int, rows:
     contain these rows are dequantized, then cut to size."""
     state, count = _read_state(source, name), outputs * inputs
     if state.shape != (outputs, inputs):
-        raise invalid("model", f"{name} has shape {state.shape}, config.json requires {(outputs, inputs)}")
+        raise invalid("model", f"{name} has shape {state.shape}; config.json requires {(outputs, inputs)}")
     block = state.blocksize
     first, end = (row * inputs for row in rows)
     blocks = slice(first // block, -(-end // block))
@@ -90,7 +91,7 @@ def _read_4bit(source: TensorSource, name: str, outputs: int, inputs: int, rows:
     shape = source.shape(name)
     packed = read_tensor(source, name, *shape, dtypes=STORAGE).contiguous().view(-1).view(torch.uint8)
     if len(packed) != -(-count // 2):
-        raise invalid("model", f"tensor {name} has {len(packed)} bytes, {count} 4-bit weights require {-(-count // 2)}")
+        raise invalid("model", f"tensor {name} has {len(packed)} bytes; {count} 4-bit weights require {-(-count // 2)}")
     packed = packed[start // 2 : -(-stop // 2)]
     table = read_tensor(source, f"{name}.quant_map", 16, dtypes=FLOATS).float()
     values = table[torch.stack((packed >> 4, packed & 15), -1).flatten().long()][: stop - start]
@@ -116,12 +117,12 @@ def _read_state(source: TensorSource, name: str) -> _State:
     tensor = next(filter(source.has, kinds), kinds[0])
     shape = source.shape(tensor)
     if len(shape) != 1 or shape[0] > MAX_STATE:
-        raise invalid("model", f"tensor {tensor} has shape {shape}, not at most {MAX_STATE} bytes of JSON")
+        raise invalid("model", f"tensor {tensor} has shape {shape}; it must be a vector of at most {MAX_STATE} bytes")
     text = read_tensor(source, tensor, *shape, dtypes=(torch.uint8,))
     try:
         state = msgspec.json.decode(bytes(text.tolist()), type=_State)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise invalid("model", f"tensor {tensor} is damaged ({error})") from error
+        raise invalid("model", f"tensor {tensor} is damaged ({error}): download the checkpoint again") from error
     _checked_block(name, state.blocksize)
     return state
 

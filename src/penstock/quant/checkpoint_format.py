@@ -1,4 +1,4 @@
-"""Interfaces of checkpoint formats and of the tensors they read."""
+"""Interfaces of checkpoint formats, and of the tensor sources that they read."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def read_tensor(
     dtypes: Sequence[torch.dtype],
     rows: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Read a tensor in its stored dtype. Raises ``PenstockError`` (``invalid``) if that is not in ``dtypes``, and
-    for the reasons of ``TensorSource.read``."""
+    """Read a tensor in its stored dtype. Raises ``PenstockError`` (``invalid``) if the dtype is not in ``dtypes``, or
+    the tensor is missing, damaged, or has another shape."""
     tensor = source.read(name, *shape, rows=rows, as_stored=True)
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -65,5 +65,5 @@ def read_tensor(
 
 
 def num_groups(inputs: int, group_size: int) -> int:
-    """Number of groups of a row; a group size of 0 is the whole row."""
+    """Number of groups per row. Group size 0 means one group for the whole row."""
     return -(-inputs // group_size) if group_size else 1

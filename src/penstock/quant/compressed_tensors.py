@@ -1,4 +1,4 @@
-"""compressed-tensors checkpoints (llm-compressor), which have a quantization scheme for each group of modules."""
+"""compressed-tensors checkpoints (llm-compressor), with a quantization scheme for each group of modules."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ KV_CACHE = "kv_cache_scheme is ignored: --kv-cache-dtype sets the format of the 
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Pack ``[out, in]`` int8 from ``-2 ** (bits - 1)`` into ``[out, ceil(in * bits / 32)]`` int32, the layout of
-    ``weight_packed``."""
+    """Pack ``[out, in]`` int8, signed integers of ``bits`` bits, into ``[out, ceil(in * bits / 32)]`` int32, the layout
+    of ``weight_packed``."""
     return pack_bits(_unsigned(values, bits), bits)
 
 
@@ -36,8 +36,8 @@ def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
 
 
 def _unsigned(values: Tensor, bits: int) -> Tensor:
-    """Map int8 to uint8 by adding half the range of integers of ``bits`` bits."""
-    return values.contiguous().view(torch.uint8) + (1 << (bits - 1))  # modulo 256
+    """Map signed integers of ``bits`` bits, int8, to unsigned integers, uint8, by adding ``2 ** (bits - 1)``."""
+    return values.contiguous().view(torch.uint8) + (1 << (bits - 1))  # wraps around modulo 256
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class CompressedTensors:
         self._rotation = _read_rotation(config)
         sparsity = mapping(config.get("sparsity_config") or {}, "sparsity_config").get("format") or "dense"
         if sparsity != "dense":
-            raise unsupported(f"compressed-tensors with the sparsity format {sparsity!r}; supported is 'dense'")
+            raise unsupported(f"compressed-tensors with the sparsity format {sparsity!r}; only 'dense' is supported")
         groups = mapping(config.get("config_groups") or {}, "config_groups").values()
         self._schemes = [
             scheme for group in groups if (scheme := _read_scheme(mapping(group, "config_groups"), config))
         ]
         if not self._schemes:
-            raise invalid("model", "config_groups in config.json has no group with a weights scheme")
+            raise invalid("model", f"config_groups in config.json ({len(groups)}) has no group with a weights scheme")
         notes = [STATIC_ACTIVATIONS] if any(map(_is_static, groups)) else []
         self.notes: Sequence[str] = notes + [KV_CACHE] * bool(config.get("kv_cache_scheme"))
 
@@ -99,7 +99,9 @@ class CompressedTensors:
             stored = read_tensor(source, f"{name}.weight", outputs, inputs, dtypes=(torch.int8,), rows=rows)
             values = _unsigned(stored, bits)
             if bits < 8 and bool((values >= 1 << bits).any()):
-                raise invalid("model", f"tensor {name}.weight has integers out of the range of {bits} bits")
+                low, high = int(stored.min()), int(stored.max())
+                message = f"tensor {name}.weight has integers from {low} to {high}, outside the range of {bits} bits"
+                raise invalid("model", message)
         groups = num_groups(inputs, format.group_size)
         scales = _per_output(source, f"{name}.weight_scale", outputs, groups, FLOATS)[first:end]
         zeros = None if scheme.symmetric else self._read_zeros(source, name, outputs, groups, scheme)[first:end]
@@ -116,13 +118,13 @@ class CompressedTensors:
         if source.has(f"{name}.weight_shape"):
             shape = read_tensor(source, f"{name}.weight_shape", 2, dtypes=(torch.int32, torch.int64)).tolist()
             if shape != [outputs, inputs]:
-                raise invalid("model", f"{name} has shape {shape}, config.json requires {[outputs, inputs]}")
+                raise invalid("model", f"{name} has shape {shape}; config.json requires {[outputs, inputs]}")
         columns = -(-inputs * bits // 32)
         packed = read_tensor(source, f"{name}.weight_packed", outputs, columns, dtypes=(torch.int32,), rows=rows)
         return unpack_bits(packed, bits, inputs)
 
     def _read_zeros(self, source: TensorSource, name: str, outputs: int, groups: int, scheme: _Scheme) -> Tensor:
-        """Read zero points, ``[out, groups]`` uint8, shifted by half the range like the weights."""
+        """Read zero points, ``[out, groups]`` uint8, as unsigned integers like the weights (``_unsigned``)."""
         tensor, bits = f"{name}.weight_zero_point", scheme.bits
         if not scheme.packed:
             return _unsigned(_per_output(source, tensor, outputs, groups, (torch.int8,)), bits)
@@ -130,7 +132,7 @@ class CompressedTensors:
         return unpack_bits(packed.T, bits, outputs).T
 
     def _order(self, source: TensorSource, name: str, inputs: int, size: int) -> Tensor | None:
-        """Read the order of inputs (``actorder`` "group"); None: unpermuted."""
+        """Read the order of inputs (``actorder`` "group"); None: the inputs are in their original order."""
         tensor = f"{name}.weight_g_idx"
         if not source.has(tensor):
             return None
@@ -138,8 +140,8 @@ class CompressedTensors:
         return None if bool((groups == -1).all()) else input_order(groups, size, tensor)
 
     def _scheme_of(self, name: str) -> _Scheme:
-        """Return a module's scheme: the only one, or the first with a matching target. Names go before regular
-        expressions, and these before classes."""
+        """Return the scheme of a module: the first scheme with a matching target. Names have precedence over regular
+        expressions, and regular expressions over classes. A single scheme applies to all modules."""
         if len(self._schemes) == 1:
             return self._schemes[0]
         for rank in range(3):
@@ -158,17 +160,17 @@ def _read_scheme(group: Mapping[str, Any], config: Mapping[str, Any]) -> _Scheme
         return None
     weights, layout = mapping(group["weights"], "weights"), group.get("format") or config.get("format")
     if layout != PACKED and layout not in PLAIN:
-        raise unsupported(f"compressed-tensors in the format {layout!r:.40}")
+        raise unsupported(f"compressed-tensors in the format {layout!r:.40}; supported: {', '.join((PACKED, *PLAIN))}")
     if group.get("output_activations"):
-        raise unsupported("compressed-tensors with output_activations")
+        raise unsupported("compressed-tensors with quantized output_activations")
     bits, kind, strategy = integer(weights, "num_bits", 8), weights.get("type", "int"), weights.get("strategy")
     targets = group.get("targets") or ["Linear"]
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise invalid("model", f"targets in config.json are {targets!r:.60}, not a list of strings")
+        raise invalid("model", f"targets in config.json is {targets!r:.60}; it must be a list of strings")
     parsed = tuple(pattern(each.removeprefix("re:")) if each.startswith("re:") else each for each in targets)
     by_kind = {"int": _integer_format, "float": _float_format}
     if kind not in by_kind:
-        raise unsupported(f"compressed-tensors with weights of type {kind!r:.40}")
+        raise unsupported(f"compressed-tensors with weights of type {kind!r:.40}; supported are int and float")
     format = by_kind[kind](weights, bits, strategy, _activation_bits(group, kind))
     return _Scheme(format, bits, layout == PACKED, bool(weights.get("symmetric", True)), parsed)
 
@@ -195,7 +197,7 @@ def _read_rotation(config: Mapping[str, Any]) -> int:
 
 
 def _activation_bits(group: Mapping[str, Any], kind: str) -> int:
-    """8 if activations have 8 bits and the type of the weights, else 0: other formats are computed unquantized."""
+    """Bits of activations: 8 if the group has 8-bit activations of the weights' type, else 0 (unquantized)."""
     inputs = mapping(group.get("input_activations") or {}, "input_activations")
     return 8 if inputs and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, kind) else 0
 
@@ -204,14 +206,14 @@ def _integer_format(weights: Mapping[str, Any], bits: int, strategy: Any, activa
     if not 2 <= bits <= 8:
         raise unsupported(f"compressed-tensors with {bits}-bit integers; supported are 2 to 8 bits")
     if strategy not in ("group", "channel", "tensor"):
-        raise unsupported(f"compressed-tensors with integers of strategy {strategy!r:.40}")
+        raise unsupported(f"compressed-tensors with integer strategy {strategy!r:.40}; use group, channel or tensor")
     size = group_size(weights) if strategy == "group" else 0
     return Format(4 if bits <= 4 else 8, size, activation_bits, asymmetric=not weights.get("symmetric", True))
 
 
 def _float_format(weights: Mapping[str, Any], bits: int, strategy: Any, activation_bits: int) -> Format:
     if bits != 8:
-        raise unsupported(f"compressed-tensors with {bits}-bit floating-point numbers; supported are 8 bits")
+        raise unsupported(f"compressed-tensors with {bits}-bit floating-point numbers; only 8 bits are supported")
     rows, columns = 1, 0
     match strategy:
         case "tensor":

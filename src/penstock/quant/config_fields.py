@@ -10,10 +10,10 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
 MAX_GROUP = 2**20
-"""Limit of a group's inputs or outputs, above those of any matrix."""
+"""Maximum number of inputs or outputs in a group; no known matrix has more."""
 MAX_REPEATS = 5
-"""Maximum number of repetitions in a regular expression of a checkpoint. With more, or with a repeated group, matching
-could take exponential time."""
+"""Maximum number of repetitions in a regular expression of a checkpoint. Matching could take exponential time with more
+repetitions, or with a repeated group."""
 
 
 def unsupported(variant: str) -> PenstockError:
@@ -26,21 +26,23 @@ def integer(config: Mapping[str, Any], name: str, default: int | None = None) ->
     value = config.get(name)
     value = default if value is None else value
     if type(value) is not int:
-        raise invalid("model", f"{name} in the quantization_config of config.json is {value!r}, not an integer")
+        message = f"{name} in the quantization_config of config.json is {value!r:.60}; it must be an integer"
+        raise invalid("model", message)
     return value
 
 
 def count(value: Any, name: str) -> int:
-    """Return a number of inputs or outputs, checked. Raises ``PenstockError`` (``invalid``) for any other value."""
+    """Check a number of inputs or outputs, and return it. Raises ``PenstockError`` (``invalid``) unless it is an
+    integer from 1 to ``MAX_GROUP``."""
     if type(value) is not int or not 1 <= value <= MAX_GROUP:
-        raise invalid("model", f"{name} in config.json is {value!r:.40}, not an integer from 1 to {MAX_GROUP}")
+        raise invalid("model", f"{name} in config.json is {value!r:.40}; it must be an integer from 1 to {MAX_GROUP}")
     return value
 
 
 def group_size(config: Mapping[str, Any], default: int | None = None, name: str = "group_size") -> int:
-    """Return the number of inputs that share a scale; 0 for all inputs, which checkpoints write as -1.
+    """Return the number of inputs that share a scale; 0: all inputs of a row (-1 in the checkpoint).
 
-    Raises ``PenstockError``: ``invalid`` for a size out of range, ``unsupported`` for one without kernels.
+    Raises ``PenstockError``: ``invalid`` for a size out of range, ``unsupported`` for a size without kernels.
     """
     size = integer(config, name, default)
     if size == -1:
@@ -49,25 +51,25 @@ def group_size(config: Mapping[str, Any], default: int | None = None, name: str 
         message = f"{name} in the quantization_config of config.json is {size}; it must be -1, or from 1 to {MAX_GROUP}"
         raise invalid("model", message)
     if size % 8:
-        raise unsupported(f"groups of {size} inputs (not a multiple of 8)")
+        raise unsupported(f"groups of {size} inputs; the group size must be a multiple of 8")
     return size
 
 
 def mapping(value: Any, name: str) -> Mapping[str, Any]:
     """Check that a value is a JSON object, and return it. Raises ``PenstockError`` (``invalid``) if not."""
     if not isinstance(value, Mapping):
-        raise invalid("model", f"{name} in config.json is {value!r:.60}, not an object")
+        raise invalid("model", f"{name} in config.json is {value!r:.60}; it must be an object")
     return value
 
 
 def pattern(
     text: str, where: str = "config.json", field: str = "model", max_repeats: int = MAX_REPEATS
 ) -> re.Pattern[str]:
-    """Compile a regular expression that a checkpoint or adapter has for names of modules.
+    """Compile a regular expression for module names from a checkpoint or adapter.
 
     Args:
-        where: file that contains it, for error messages.
-        field: option or request field that names the file, for errors.
+        where: file that contains the expression, for error messages.
+        field: option or request field that names the file, for error messages.
 
     Raises ``PenstockError``: ``invalid`` for a malformed expression, ``unsupported`` if matching could take too long.
     """

@@ -14,7 +14,7 @@ from .matrix import Matrix, PackedMatrix, StackedMatrix
 
 
 class ExpertMatrices:
-    """Matrices of experts, ``[experts, out, in]``; each token is multiplied by those of its selected experts.
+    """Matrices of experts, ``[experts, out, in]``. Each token is multiplied by the matrices of its selected experts.
 
     Args:
         matrices: one matrix per expert, of equal shapes.
@@ -28,7 +28,8 @@ class ExpertMatrices:
         self._dtype = dtype
         parts = [_parts(matrix) for matrix in matrices]
         if any(len(expert_parts) != len(parts[0]) for expert_parts in parts):
-            raise PenstockError(Code.UNSUPPORTED, "the experts of a layer are quantized in different formats", "model")
+            message = "the experts of a layer are quantized in different formats: quantize all experts in one format"
+            raise PenstockError(Code.UNSUPPORTED, message, "model")
         self._output_ranges = matrices[0].output_ranges if isinstance(matrices[0], StackedMatrix) else []
         self._parts = [ops.stack_experts(part, first) for part in zip(*parts, strict=True)]
 
@@ -50,7 +51,7 @@ class ExpertMatrices:
 
 
 def _parts(matrix: Matrix) -> list[object]:
-    """The backend's packed matrices; empty while a model is only built to be written to a checkpoint."""
+    """Packed matrices of the backend; empty if the model is only built to write an engine folder."""
     if isinstance(matrix, StackedMatrix):
         return [packed for part in matrix.parts for packed in _parts(part)]
     assert isinstance(matrix, PackedMatrix)

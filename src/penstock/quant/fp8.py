@@ -16,7 +16,7 @@ from .checkpoint_format import FLOATS, TensorSource, num_groups, read_tensor
 from .config_fields import count, unsupported
 
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
-"""Dtypes of scales; float8_e8m0fnu holds powers of two (ue8m0)."""
+"""Dtypes of scales; float8_e8m0fnu values are powers of two (ue8m0)."""
 STATIC_ACTIVATIONS = "activations get dynamic scales per token; static scales of the checkpoint are ignored"
 
 
@@ -45,8 +45,8 @@ def read_fp8(
 class FP8:
     """``CheckpointFormat`` for fp8: ``<name>.weight`` e4m3, with ``weight_scale_inv`` or ``weight_scale``.
 
-    The shape of the scales says whether they are per block, output or tensor. Despite its name, ``weight_scale_inv``
-    is a factor of the weights, too.
+    The shape of the scales determines whether they are per block, output or tensor. Despite its name,
+    ``weight_scale_inv`` is also a factor of the weights.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -54,9 +54,9 @@ class FP8:
         if scheme not in ("dynamic", "static"):
             raise unsupported(f"fp8 with activation_scheme {scheme!r}; supported are 'dynamic' and 'static'")
         if (kind := config.get("fmt") or "e4m3") != "e4m3":
-            raise unsupported(f"fp8 with fmt {kind!r}; supported is 'e4m3'")
+            raise unsupported(f"fp8 with fmt {kind!r}; only 'e4m3' is supported")
         if (experts := config.get("expert_dtype") or "fp8") != "fp8":
-            raise unsupported(f"fp8 with expert_dtype {experts!r}; supported is 'fp8'")
+            raise unsupported(f"fp8 with expert_dtype {experts!r}; only 'fp8' is supported")
         self.notes: Sequence[str] = (STATIC_ACTIVATIONS,) if scheme == "static" else ()
         self._blocks: tuple[int, int] | None = None
         if (size := config.get("weight_block_size")) is not None:
@@ -79,25 +79,25 @@ class FP8:
 
 
 def _scales(source: TensorSource, name: str) -> str:
-    """Name of the tensor of a matrix's scales; empty if the checkpoint has none."""
+    """Name of the tensor with the scales of a matrix; empty if the matrix has no scales."""
     names = (f"{name}.weight_scale_inv", f"{name}.weight_scale")
     return next((scales for scales in names if source.has(scales)), "")
 
 
 def block_size(size: Any) -> tuple[int, int]:
-    """Return the outputs and inputs of a block, checked. Raises ``PenstockError`` if they are not two positive
-    integers, or have no kernels."""
+    """Check a block size, and return the outputs and inputs of a block. Raises ``PenstockError``: ``invalid`` unless
+    the size is two positive integers, ``unsupported`` for a size without kernels."""
     if not isinstance(size, Sequence) or isinstance(size, str) or len(size) != 2:
-        raise invalid("model", f"the block size in config.json is {size!r:.60}, not two integers")
+        raise invalid("model", f"the block size in config.json is {size!r:.60}; it must be two integers")
     outputs, inputs = (count(value, "the block size") for value in size)
     if inputs % 8:
-        raise unsupported(f"blocks of {inputs} inputs (not a multiple of 8)")
+        raise unsupported(f"blocks of {inputs} inputs; the number must be a multiple of 8")
     return outputs, inputs
 
 
 def pack(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """Quantize a matrix ``[out, in]`` to e4m3 with one scale per block of ``rows`` outputs and ``columns`` inputs
-    (0: all).
+    (0: all outputs or inputs).
 
     Returns:
         The values ``[out, in]`` float8_e4m3fn, and the scales ``[ceil(out / rows), ceil(in / columns)]`` float32.

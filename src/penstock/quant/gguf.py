@@ -1,7 +1,7 @@
 """Conversion of GGUF block formats to integers with scales.
 
-A weight is an integer times the scale of its group, in some formats plus the group's offset; or it is MXFP4. The
-conversion therefore does not round. Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+In most formats a weight is an integer times the scale of its group, in some plus an offset; MXFP4 keeps its codes. The
+conversion does not round. Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.ops import QuantizedWeight
 from .mxfp4 import scales_of
 
 CHUNK = 2**22
-"""Number of weights converted at a time, so that they fit into the CPU's caches."""
+"""Number of weights converted at a time; this number fits into the CPU's caches."""
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Integers of IQ4_NL and IQ4_XS by 4-bit index."""
 
@@ -38,7 +38,7 @@ def read_blocks(type: TensorType, rows: Tensor) -> QuantizedWeight:
     """Convert rows of a matrix.
 
     Args:
-        type: GGUF type, whose name is in ``READERS``.
+        type: GGUF type; its name must be a key of ``READERS``.
         rows: encoded rows, ``[out, bytes]`` uint8.
     """
     format, read = type.format, READERS[type.name]
@@ -133,8 +133,8 @@ def _iq4_xs(blocks: Tensor) -> Blocks:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets of Q4_K and Q5_K: eight of each, in 6 bits, packed into the 12 bytes that follow the block's
-    two float16 factors."""
+    """Scales and offsets of Q4_K and Q5_K. The 12 bytes after the two float16 factors of a block have eight scales and
+    eight minima, 6 bits each."""
     scales, minima, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((scales & 63, rest & 15 | scales >> 2 & 48), -1)
     minima = torch.cat((minima & 63, rest >> 4 | minima >> 2 & 48), -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .integers import from_unsigned, input_order, pack_bits, unpack_bits
 
 BITS = (2, 3, 4, 8)
 ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
-"""Packed int32 of ones, by bits."""
+"""An int32 in which every packed integer is 1, by bits per integer."""
 UNSUPPORTED_FIELDS = ("adapter", "rotation")
 """Fields that change the meaning of a checkpoint's matrices."""
 
@@ -31,15 +32,15 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, inputs: int) -> Tensor:
-    """Undo ``pack``."""
+    """Inverse of ``pack``: ``[in * bits / 32, out]`` int32 to ``[out, in]`` uint8."""
     return unpack_bits(packed.T, bits, inputs)
 
 
 def pack_zeros(zeros: Tensor, bits: int, version: int = 1) -> Tensor:
     """Pack ``[groups, out]`` uint8 into ``[groups, out * bits / 32]`` int32, the layout of ``qzeros``.
 
-    Version 1 stores zero points minus 1. The subtraction is one of packed int32, so that a zero point of 0 borrows from
-    the next one; except with 3 bits, where integers straddle int32 boundaries and are decremented separately.
+    Version 1 stores zero points minus 1. It subtracts from the packed int32, so that a zero point of 0 borrows from the
+    next zero point. With 3 bits, integers straddle int32 boundaries, and each zero point is decremented separately.
     """
     if version == 2:
         return pack_bits(zeros, bits)
@@ -49,7 +50,7 @@ def pack_zeros(zeros: Tensor, bits: int, version: int = 1) -> Tensor:
 
 
 def unpack_zeros(packed: Tensor, bits: int, outputs: int, version: int = 1) -> Tensor:
-    """Undo ``pack_zeros``."""
+    """Inverse of ``pack_zeros``: ``[groups, out * bits / 32]`` int32 to ``[groups, out]`` uint8."""
     if version == 2:
         return unpack_bits(packed, bits, outputs)
     if 32 % bits:
@@ -74,7 +75,7 @@ class _Settings:
 
     @property
     def format(self) -> Format:
-        """The format in memory: 2 and 3 bits are stored in 4."""
+        """Format in memory: integers of 2 and 3 bits are widened to 4 bits."""
         return Format(max(self.bits, 4), self.group_size, asymmetric=not self.symmetric)
 
 
@@ -90,14 +91,14 @@ class GPTQ:
         if layout not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
             raise unsupported(f"GPTQ in the layout {layout!r}; supported are 'gptq' and 'gptq_v2'")
         if (dtype := config.get("pack_dtype") or "int32") != "int32":
-            raise unsupported(f"GPTQ with pack_dtype {dtype}; supported is int32")
+            raise unsupported(f"GPTQ with pack_dtype {dtype}; only int32 is supported")
         if fields := [field for field in UNSUPPORTED_FIELDS if config.get(field)]:
             raise unsupported(f"GPTQ with {fields[0]} {config[fields[0]]!r:.60}")
         self._version = 2 if layout == "gptq_v2" else 1
         self._settings = _Settings.read(config)
         self._overrides: list[tuple[re.Pattern[str], _Settings]] = []
-        """Settings of modules whose name matches; the first match counts. Modules excluded by ``-:`` need no entry, as
-        they have no ``qweight``."""
+        """Pattern of module names → settings; the first match applies. Modules excluded by ``-:`` need no entry: they
+        have no ``qweight``."""
         for text, changes in mapping(config.get("dynamic") or {}, "dynamic").items():
             if not text.startswith("-:"):
                 settings = _Settings.read({**config, **mapping(changes, "dynamic")})
@@ -114,7 +115,8 @@ class GPTQ:
         settings, (first, end) = self._settings_of(name), rows
         bits, groups = settings.bits, num_groups(inputs, settings.group_size)
         if inputs * bits % 32 or outputs * bits % 32:
-            raise invalid("model", f"{name} is [{outputs}, {inputs}]; {bits}-bit GPTQ cannot pack it into int32")
+            multiple = 32 // gcd(bits, 32)
+            raise invalid("model", f"{name} is [{outputs}, {inputs}]; {bits}-bit GPTQ requires multiples of {multiple}")
 
         def integers(part: str, *shape: int) -> Tensor:
             return read_tensor(source, f"{name}.{part}", *shape, dtypes=(torch.int32,))
@@ -122,14 +124,15 @@ class GPTQ:
         values = unpack(integers("qweight", inputs * bits // 32, outputs)[:, first:end], bits, inputs)
         zeros = unpack_zeros(integers("qzeros", groups, outputs * bits // 32), bits, outputs, self._version)
         if settings.symmetric and bool((zeros != 1 << (bits - 1)).any()):
-            raise invalid("model", f"{name} has zero points, but config.json has sym: true")
+            middle = 1 << (bits - 1)
+            raise invalid("model", f"{name} has zero points other than {middle}; config.json must not have sym: true")
         scales = read_tensor(source, f"{name}.scales", groups, outputs, dtypes=FLOATS)[:, first:end].T
         zero_points = None if settings.symmetric else zeros[:, first:end].T
         order = self._order(source, name, inputs, settings)
         return from_unsigned(values, zero_points, scales, bits, settings.format, order)
 
     def _order(self, source: TensorSource, name: str, inputs: int, settings: _Settings) -> Tensor | None:
-        """Read the order of inputs (act-order); None: unpermuted."""
+        """Read the order of inputs (act-order); None: the inputs are in their original order."""
         if not source.has(f"{name}.g_idx"):
             return None
         groups = read_tensor(source, f"{name}.g_idx", inputs, dtypes=(torch.int32, torch.int64))

@@ -12,7 +12,7 @@ from penstock.ops import QuantizedWeight
 
 
 def pack_bits(values: Tensor, bits: int) -> Tensor:
-    """Pack unsigned integers densely, the first one into the lowest bits of the first int32.
+    """Pack unsigned integers densely. The first integer of a row is in the lowest bits of the first int32.
 
     Args:
         values: ``[rows, count]`` uint8, below ``2 ** bits``.
@@ -34,7 +34,7 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Undo ``pack_bits``: ``[rows, ceil(count * bits / 32)]`` int32 to ``[rows, count]`` uint8."""
+    """Inverse of ``pack_bits``: ``[rows, ceil(count * bits / 32)]`` int32 to ``[rows, count]`` uint8."""
     packed = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
         return packed[:, :count]
@@ -53,29 +53,29 @@ def from_unsigned(
     """Return the matrix whose weights are ``(values - zeros) * scales``.
 
     Args:
-        values: ``[out, in]`` uint8 below ``2 ** bits``, with inputs in their original order. It is overwritten.
+        values: ``[out, in]`` uint8 below ``2 ** bits``, with inputs in their original order. The tensor is overwritten.
         zeros: zero points, ``[out, groups]`` uint8; None: ``2 ** (bits - 1)`` for all groups.
         scales: ``[out, groups]``, in a floating-point dtype.
         format: format of the result, ``asymmetric`` if ``zeros`` is given.
-        order: see ``QuantizedWeight.order``.
+        order: order of inputs in the result (``QuantizedWeight.order``); None: the original order.
     """
     half = 1 << (bits - 1)
     if order is not None:
         values = values[:, order]
     scales = scales.float().contiguous()
     offsets = None if zeros is None else (half - zeros.short()) * scales
-    signed = values.sub_(half).view(torch.int8).contiguous()  # modulo 256
+    signed = values.sub_(half).view(torch.int8).contiguous()  # wraps around modulo 256
     return QuantizedWeight(signed, scales, format, offsets, order)
 
 
 def input_order(groups: Tensor, group_size: int, name: str) -> Tensor | None:
-    """Return the order that sorts a matrix's inputs by group, ``[in]`` int64; None if they are sorted already.
+    """Return the order that sorts a matrix's inputs by group, ``[in]`` int64; None if the inputs are already sorted.
 
     Args:
         groups: ``[in]``, the group of each input.
-        name: name of the tensor, for errors.
+        name: name of the tensor, for error messages.
 
-    Raises ``PenstockError`` (``invalid``) unless each group has ``group_size`` inputs, the last one the remainder.
+    Raises ``PenstockError`` (``invalid``) unless each group has ``group_size`` inputs (the last group: the remainder).
     """
     (inputs,), size = groups.shape, group_size or len(groups)
     groups = groups.long()
@@ -84,5 +84,5 @@ def input_order(groups: Tensor, group_size: int, name: str) -> Tensor | None:
         return None
     order = groups.argsort(stable=True)
     if not torch.equal(groups[order], expected):
-        raise invalid("model", f"tensor {name} does not assign {size} inputs to each group")
+        raise invalid("model", f"tensor {name} must assign {size} inputs to each group: quantize the model again")
     return order

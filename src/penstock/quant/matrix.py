@@ -1,4 +1,4 @@
-"""Weight matrices that layers multiply by."""
+"""Weight matrices of layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Matrix(Protocol):
 
 
 class PackedMatrix:
-    """A ``Matrix`` in the packed layout of a backend. Methods are the ops of the same names."""
+    """A ``Matrix`` in the packed layout of a backend. Each method calls the op of the same name."""
 
     def __init__(self, ops: Ops, packed: Any) -> None:
         self._ops = ops
@@ -41,17 +41,17 @@ class PackedMatrix:
         return self._ops.linear_activation_and_mul(x, self.packed, function, out)
 
     def argmax(self, x: Tensor, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Multiply ``[tokens, in]``; returns the index of each row's largest output among those allowed by
-        ``bitmask``, ``[tokens]`` int64, and that output, ``[tokens]`` float32."""
+        """Multiply ``[tokens, in]``. Returns the index of each row's largest output that ``bitmask`` allows,
+        ``[tokens]`` int64, and the value of that output, ``[tokens]`` float32."""
         return self._ops.argmax(x, self.packed, bitmask)
 
     def embedding(self, token_ids: Tensor, first: int = 0, out: Tensor | None = None) -> Tensor:
-        """Return rows of ``[tokens]`` int64 as ``[tokens, in]``. The matrix's first row is that of token ``first``."""
+        """Look up ``[tokens]`` int64 to ``[tokens, in]``. The first row of the matrix is that of token ``first``."""
         return self._ops.embedding(token_ids, self.packed, first, out)
 
 
 class StackedMatrix:
-    """A ``Matrix`` stacked from parts of different formats, which have the same input.
+    """A ``Matrix`` stacked from parts with the same input and different formats.
 
     Args:
         outputs: number of outputs of each part.

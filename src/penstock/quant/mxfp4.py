@@ -28,19 +28,19 @@ def unpack(blocks: Tensor) -> Tensor:
 
 def scales_of(exponents: Tensor) -> Tensor:
     """Convert e8m0 exponents (bias 127) to powers of two, float32; 255 gives an infinity."""
-    bits = exponents.int() << 23  # the exponent field of float32; field 0 would be zero, 2**-127 is subnormal
+    bits = exponents.int() << 23  # exponent field of float32; exponent 0 is 2**-127, a subnormal float32
     return torch.where(exponents == 0, 1 << 22, bits).view(torch.float32)
 
 
 class MXFP4:
     """``CheckpointFormat`` for MXFP4 experts: ``<name>_blocks`` ``[experts, out, in / 32, 16]`` uint8, and
-    ``<name>_scales`` ``[experts, out, in / 32]`` uint8. The matrix ``<name>`` is the outputs of all experts, one expert
-    after the other. Other matrices are not quantized."""
+    ``<name>_scales`` ``[experts, out, in / 32]`` uint8. The matrix ``<name>`` has the outputs of all experts, one
+    expert after the other. Other matrices are not quantized."""
 
     notes: Sequence[str] = ()
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Ignores ``config``, as the tensors' names say which matrices are quantized."""
+        """Create the reader. ``config`` is ignored: the names of tensors show which matrices are quantized."""
 
     def format_of(self, source: TensorSource, name: str) -> Format:
         """See ``CheckpointFormat.format_of``. A matrix with a tensor ``<name>_blocks`` is quantized."""
@@ -53,7 +53,7 @@ class MXFP4:
         shape = source.shape(f"{name}_blocks")
         if len(shape) != 4 or shape[0] * shape[1] != outputs or shape[2] * MX_BLOCK != inputs:
             needed = f"{outputs} outputs of {inputs} inputs"
-            raise invalid("model", f"tensor {name}_blocks has shape {shape}, config.json requires {needed}")
+            raise invalid("model", f"tensor {name}_blocks has shape {shape}; config.json requires {needed}")
         experts, height, groups, _ = shape
         needed_experts = rows[0] // height, -(-rows[1] // height)
         blocks = read_tensor(source, f"{name}_blocks", experts, height, groups, 16, dtypes=BYTES, rows=needed_experts)

@@ -25,7 +25,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
     "bitsandbytes": BitsAndBytes,
     "mxfp4": MXFP4,
 }
-"""Checkpoint format by ``quant_method``."""
+"""``quant_method`` → reader of the checkpoint format."""
 
 
 def read_quantization_config(config: Any) -> CheckpointFormat:

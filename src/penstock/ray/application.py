@@ -32,16 +32,16 @@ class Arguments(BaseModel):
     max_replicas: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of replicas; None: ``min_replicas``, without autoscaling."""
     target_ongoing_requests: Annotated[float, Field(gt=0)] | None = None
-    """Autoscaling target of open requests per replica; None: half of ``max_num_seqs``."""
+    """Autoscaling target: number of open requests per replica; None: half of ``max_num_seqs``."""
     target_kv_cache_usage: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Autoscaling target of the share of the KV cache used by running and queued sequences."""
+    """Autoscaling target: share of the KV cache that running and queued sequences use, from 0 to 1."""
     num_cpus: Annotated[float, Field(gt=0)] | None = None
-    """Number of cores that Ray reserves for a replica, and of its engine's threads; None: ``threads`` (or 1) per
+    """Number of cores that Ray reserves for a replica, also the number of engine threads; None: ``threads`` (or 1) per
     rank."""
     num_gpus: Annotated[float, Field(ge=0)] = 0
     """Number of GPUs that Ray reserves for a replica."""
     deployment_config: Annotated[dict[str, Any], BeforeValidator(_parse_json)] = {}
-    """Options of the Serve deployment, which override those derived from the other arguments."""
+    """Options of the Serve deployment. They override the options derived from the other arguments."""
 
 
 def app(args: Arguments) -> serve.Application:
@@ -66,7 +66,8 @@ def app(args: Arguments) -> serve.Application:
 def _scaling(args: Arguments, configuration: Configuration) -> dict[str, Any]:
     maximum = max(args.min_replicas, 1) if args.max_replicas is None else args.max_replicas
     if maximum < args.min_replicas:
-        raise invalid("max_replicas", f"must be at least min_replicas ({args.min_replicas})", args.min_replicas)
+        message = f"must be at least min_replicas ({args.min_replicas}), is {maximum}"
+        raise invalid("max_replicas", message, args.min_replicas)
     if maximum == args.min_replicas:
         return {"num_replicas": maximum}
     config = {

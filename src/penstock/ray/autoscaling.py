@@ -13,7 +13,7 @@ KV_CACHE_DEMAND = "kv_cache_demand"
 
 def autoscaling_stats(stats: Stats) -> dict[str, float]:
     """Metric that a replica reports to Ray Serve: the share of its KV cache that running and queued sequences need,
-    assuming that a queued one needs as much as a running one. Above 1, sequences wait for blocks."""
+    assuming that a queued sequence needs as much as a running one. Above 1, sequences wait for blocks."""
     used = stats.blocks_used / max(stats.blocks, 1)
     return {KV_CACHE_DEMAND: used * (1 + stats.waiting / max(stats.running, 1))}
 

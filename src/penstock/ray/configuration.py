@@ -34,7 +34,7 @@ REFUSED = {
     ),
     "allow_shared_memory": "requests from any machine can reach any replica",
 }
-"""Options that a deployment cannot have, with the reason."""
+"""Options that must not be set in a deployment, with the reason or the alternative."""
 
 
 def configuration_of(given: Mapping[str, Any]) -> Configuration:
@@ -67,7 +67,7 @@ def configuration_of(given: Mapping[str, Any]) -> Configuration:
 
 def with_cores(configuration: Configuration, num_cpus: float | None) -> tuple[Configuration, float]:
     """Set ``threads`` to the number of cores per rank. Also returns the number of cores to reserve for the replica's
-    process: all of the replica's, or with a placement group, those of its first bundle.
+    process: all cores of the replica, or with a placement group the cores of its first bundle.
 
     Args:
         num_cpus: number of cores of a replica; None: one core per thread, or per rank if ``threads`` is 0.
@@ -81,9 +81,9 @@ def with_cores(configuration: Configuration, num_cpus: float | None) -> tuple[Co
 
 
 def deployment_options(configuration: Configuration) -> dict[str, Any]:
-    """Options of a Ray Serve deployment. A replica accepts as many requests as its engine runs and queues, and has
-    ``drain_timeout`` to stop. With the executor ``ray``, it has a placement group with a bundle per rank of the engine,
-    and runs in the first bundle."""
+    """Options of a Ray Serve deployment. A replica accepts as many requests as its engine runs and queues, and may
+    take ``drain_timeout`` to stop. With the executor ``ray``, it has a placement group with one bundle per rank of the
+    engine, and runs in the first bundle."""
     engine = configuration.engine
     placement: dict[str, Any] = {}
     if _is_placed(engine):

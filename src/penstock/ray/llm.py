@@ -35,24 +35,23 @@ from .asgi_client import post
 from .configuration import configuration_of, deployment_options, with_cores
 from .replica import Replica
 
-NO_TRANSCRIPTIONS = "transcriptions are not supported on Ray Serve LLM"
+NO_TRANSCRIPTIONS = "transcriptions are not supported on Ray Serve LLM: deploy penstock.ray:app instead"
 FORWARDED_HEADERS = frozenset(("authorization", "x-api-key", "user-agent"))
 """Headers of the client that are forwarded to the replica's application."""
 
 
 def configuration_from(config: LLMConfig) -> Configuration:
-    """Resolve the configuration of a Ray Serve LLM model, whose ``engine_kwargs`` are options by Penstock's or vLLM's
-    names.
+    """Resolve the configuration of a Ray Serve LLM model. ``engine_kwargs`` has options by Penstock's or vLLM's names.
 
     Raises ``PenstockError`` for unknown, invalid and unsupported options.
     """
     source = config.model_loading_config
     if config.placement_group_config:
         message = "is not supported, as ranks run on the replica's node: set num_cpus in ray_actor_options"
-        raise PenstockError(Code.UNSUPPORTED, message, "placement_group_config")
+        raise PenstockError(Code.UNSUPPORTED, f"placement_group_config: {message}", "placement_group_config")
     if source.model_source is not None and not isinstance(source.model_source, str):
         message = "must be a folder or a name on the hub; cloud mirrors are not supported"
-        raise PenstockError(Code.UNSUPPORTED, message, "model_source")
+        raise PenstockError(Code.UNSUPPORTED, f"model_source: {message}", "model_source")
     given = {
         "model": source.model_source or source.model_id,
         "served_model_name": source.model_id,
@@ -91,7 +90,7 @@ def _endpoint(path: str, kind: Any) -> Callable[..., AsyncGenerator[Any, None]]:
         answer = msgspec.json.decode(received)
         if status == 200:
             if kind is DetokenizeResponse:
-                answer["text"] = answer["prompt"]  # SGLang's name
+                answer["text"] = answer["prompt"]  # name of the field in SGLang
             yield kind.model_validate(answer)
         else:
             error = answer.get("error", {})

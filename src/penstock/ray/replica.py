@@ -28,7 +28,7 @@ from penstock.tracing import start_tracer
 from .autoscaling import autoscaling_stats
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Environment variable of Ray with the configuration of a driver, which a replica's engine is."""
+"""Ray's environment variable with the configuration of a driver process. The engine of a replica is a driver."""
 
 if TYPE_CHECKING:
     from penstock.serve.models.manager import ModelManager
@@ -109,7 +109,7 @@ class Replica:
         """Raise ``PenstockError`` if the engine has died too often and is not restarted. During a restart of the
         engine, the replica counts as healthy."""
         if self._watch.done():
-            raise PenstockError(Code.UNAVAILABLE, "the engine has died too often and is not restarted")
+            raise PenstockError(Code.UNAVAILABLE, "the engine has died too often and is not restarted: see its log")
 
     async def close(self) -> None:
         """Stop the engine after open requests have finished."""

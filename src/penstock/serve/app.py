@@ -62,7 +62,7 @@ from .models.served_models import ServedModels
 from .web import PAGE_PATHS
 from .web import add_routes as add_web_routes
 
-if TYPE_CHECKING:  # these modules need an optional dependency
+if TYPE_CHECKING:  # these modules import SQLAlchemy (extra storage)
     from .storage.conversations import ConversationStore
     from .storage.responses import ResponseStore
     from .storage.usage import Usage
@@ -75,10 +75,10 @@ class Storage(NamedTuple):
     conversations: ConversationStore
     usage: Usage
     batches: Batches | None
-    """None without ``storage_dir``."""
+    """Store of batches; None without ``storage_dir``."""
 
 
-HEALTH_ONLY = Failure(Code.NOT_FOUND, "this port serves only health and metrics")
+HEALTH_ONLY = Failure(Code.NOT_FOUND, "this port serves only health and metrics: use the port set with --port")
 FILE_PATHS = ("/v1/files", "/v1/batches")
 """Prefixes of the paths that need ``storage_dir``; a database (``storage_url``) is not enough."""
 STORED_PATHS = ("/v1/responses", "/v1/conversations", *FILE_PATHS)
@@ -98,7 +98,7 @@ def build(
     """Build the ASGI application.
 
     Args:
-        repository: the models of the KServe v2 protocol.
+        repository: models of the KServe v2 protocol.
         health_ports: ports that serve only health and metrics.
         configuration: configuration of the server, for the routes of instances and routers (with ``register``).
         register: see ``instances.add_routes``.

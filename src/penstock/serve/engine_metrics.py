@@ -1,4 +1,4 @@
-"""The statistics of engines as Prometheus metrics."""
+"""Prometheus metrics computed from the statistics of engines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.engine.step_statistics import BUCKETS
 
 LABELS = ["model_name"]
 EngineStats = Mapping[str, tuple[Stats, EngineOptions]]
-"""Model → latest statistics of its engine, and its options."""
+"""Latest statistics and options of each model's engine, by model name."""
 Samples = Iterable[tuple[tuple[str, ...], float]]
 """Label values (without the model's name) and value of each sample."""
 CACHE_OPTIONS = ("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "swap_space")
-"""Options in ``cache_config_info``."""
+"""Options shown as labels of the metric ``cache_config_info``."""
 
 
 class Family(NamedTuple):
@@ -40,7 +40,7 @@ class Family(NamedTuple):
 
 
 def _one(value: Callable[[Stats], float]) -> Callable[[Stats, EngineOptions], Samples]:
-    """A single sample without further labels."""
+    """Function that returns one sample, with the model name as its only label."""
     return lambda stats, options: [((), value(stats))]
 
 
@@ -49,7 +49,7 @@ def _counter(name: str, about: str, value: Callable[[Stats], float]) -> Family:
 
 
 def _draft_counter(name: str, about: str, value: Callable[[Stats], float]) -> Family:
-    """A counter of engines with speculative decoding."""
+    """Counter that only engines with speculative decoding report."""
     return Family(
         name, about, lambda stats, options: [((), value(stats))] if stats.accepted_at else [], is_counter=True
     )
@@ -62,7 +62,7 @@ def _field(field: str) -> Callable[[Stats], float]:
 GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "num_requests_running": ("Sequences that the engine is computing.", _field("running")),
     "num_requests_waiting": ("Sequences waiting to be scheduled.", _field("waiting")),
-    "num_requests_swapped": ("Preempted sequences whose KV blocks are in host memory.", _field("num_swapped")),
+    "num_requests_swapped": ("Preempted sequences with their KV blocks in host memory.", _field("num_swapped")),
     "kv_cache_usage_perc": (
         "Fraction of the KV cache blocks in use, 0 to 1.",
         lambda stats: stats.blocks_used / max(stats.blocks, 1),
@@ -93,19 +93,19 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
         _field("longest_step"),
     ),
 }
-"""Name → description, value. Also reported for each replica, as ``replica_NAME``."""
+"""Description and value of each gauge, by name. Each gauge is also reported per replica, as ``replica_NAME``."""
 KV_TRANSFER_COUNTERS = {
     "transfers": "KV transfers started by decode engines.",
     "completed": "KV transfers that completed.",
     "failed": "KV transfers that failed.",
-    "recomputed": "Requests whose prompts a decode engine computed because the KV transfer failed.",
+    "recomputed": "Requests with a prompt that the decode engine computed because the KV transfer failed.",
     "seconds": "Time of completed KV transfers, including queueing and computation in the prefill engine.",
     "bytes_received": "Bytes of KV received from prefill engines.",
     "bytes_sent": "Bytes of KV sent to decode engines over TCP.",
     "rereads": "Parts of KV transfers that were read again.",
     "checksum_failures": "Parts of KV transfers with a wrong checksum.",
 }
-"""Counters: field of ``Stats`` without ``kv_`` → description."""
+"""Description of each counter, by field of ``Stats`` without ``kv_``."""
 OFFLOAD_COUNTERS = {
     "external_prefix_cache_queries": (
         "queries",
@@ -119,21 +119,24 @@ OFFLOAD_COUNTERS = {
     "kv_offload_disk_read_bytes": ("disk_bytes_read", "Bytes of cached prefixes read from disk."),
     "kv_offload_disk_write_bytes": ("disk_bytes_written", "Bytes of cached prefixes written to disk."),
     "kv_offload_disk_evictions": ("disk_evictions", "Files of cached prefixes deleted to free disk space."),
-    "kv_offload_disk_read_failures": ("disk_read_failures", "Damaged files, and reads that timed out."),
+    "kv_offload_disk_read_failures": (
+        "disk_read_failures",
+        "Failed reads of cached prefixes from disk: damaged files and timeouts.",
+    ),
     "kv_offload_disk_write_failures": ("disk_write_failures", "KV blocks that could not be written to disk."),
 }
-"""Counters: name → field of ``Stats`` without ``offload_``, description."""
+"""Field of ``Stats`` (without ``offload_``) and description of each counter, by name."""
 ENCODER_COUNTERS = {
     "mm_cache_queries": ("queries", "Images and pairs of video frames looked up in the encoder cache."),
     "mm_cache_hits": ("hits", "Images and pairs of video frames found in the encoder cache (encoder_cache_size)."),
 }
-"""Counters: name → field of ``Stats`` without ``encoder_``, description."""
+"""Field of ``Stats`` (without ``encoder_``) and description of each counter, by name."""
 ENCODER_GAUGES = {
     "encoder_cache_entries": ("entries", "Images and pairs of video frames in the encoder cache."),
     "encoder_cache_tokens": ("tokens", "Features (tokens) in the encoder cache, at most encoder_cache_size."),
     "encoder_cache_bytes": ("bytes", "Size of the encoder cache on each worker, in bytes."),
 }
-"""Gauges: name → field of ``Stats`` without ``encoder_``, description."""
+"""Field of ``Stats`` (without ``encoder_``) and description of each gauge, by name."""
 FAMILIES = (
     Family(
         "num_requests_waiting_by_reason",

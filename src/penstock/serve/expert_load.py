@@ -28,7 +28,7 @@ def expert_report(model: str, stats: Stats, options: EngineOptions) -> dict[str,
 
 
 def expert_metrics(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Iterable[Metric]:
-    """Compute the metrics: one series per layer and per rank, none per expert."""
+    """Compute the metrics of expert load: series per layer and per rank, but not per expert."""
     expert_balance = GaugeMetricFamily(
         "penstock:expert_balancedness",
         "Balance of a layer's experts since the start: mean / maximum of their tokens, 1 is even.",

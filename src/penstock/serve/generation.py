@@ -144,7 +144,7 @@ class GenerationFields(Protocol):
 
 
 class GenerationHandler(ABC):
-    """Handles one generation request. The loop over outputs is here; a dialect's subclass formats them."""
+    """Base class of handlers of one generation request: runs the loop over outputs. Subclasses format the outputs."""
 
     def __init__(
         self, service: ServedModel, record: RequestRecord, request: GenerationFields, sampling: SamplingParams
@@ -216,7 +216,7 @@ def likeliest(position: PositionLogprobs, maximum: int) -> list[tuple[int, Logpr
 
 
 class SequenceDelta(NamedTuple):
-    """New part of a sequence."""
+    """Text, tokens and logprobs added to a sequence."""
 
     text: str
     token_ids: list[int]
@@ -233,7 +233,7 @@ class SequenceCursor:
         self.finished = False
 
     def advance(self, completion: CompletionOutput) -> SequenceDelta | None:
-        """Return the part added since the last call, or None."""
+        """Return the part added since the last call; None: nothing was added."""
         if self.finished or (len(completion.token_ids) == self.tokens and not completion.finished):
             return None
         positions = completion.logprobs[self.positions :] if completion.logprobs else []

@@ -19,12 +19,12 @@ from .http.routes import Routes
 from .models.served_models import ServedModels
 from .shared_result import SharedResult
 
-if TYPE_CHECKING:  # needs an optional dependency
+if TYPE_CHECKING:  # the module imports SQLAlchemy (extra storage)
     from .storage.usage import Usage
 
 
 def add_routes(routes: Routes, served_models: ServedModels, usage: Usage | None) -> None:
-    """Add the routes.
+    """Add the routes of health, version and metrics.
 
     Args:
         usage: storage usage, for the metrics; None if storage is off.
@@ -52,7 +52,7 @@ def add_routes(routes: Routes, served_models: ServedModels, usage: Usage | None)
     async def compute_metrics() -> bytes:
         stored: list[Metric] = []
         if usage:
-            with suppress(PenstockError):  # the database is unavailable; requests report it
+            with suppress(PenstockError):  # if the database is unavailable, requests report it
                 stored = await usage.metrics()
         return await asyncio.to_thread(served_models.metrics.page, served_models.engine_stats, stored)
 

@@ -35,11 +35,11 @@ def log_trace(span: Span) -> Iterator[None]:
 def end_http(span: Span, method: str, route: str, status: int, failure: Failure | None) -> None:
     """End the span of an HTTP request.
 
-    As in the conventions, a 4xx status is not an error of the server. A stream that fails after its status was sent, or
-    whose client disconnects, is an error.
+    As in OpenTelemetry's conventions, a 4xx status is not an error of the server. A stream that fails after its status
+    was sent, or that the client closes, is an error.
 
     Args:
-        status: 0 if nothing was sent.
+        status: HTTP status; 0: no response was sent.
     """
     if span.sampled:
         span.rename(f"{method} {route}")
@@ -60,7 +60,7 @@ def end_rpc(span: Span, status: int, failure: Failure | None) -> None:
 
 
 class GenerationSpan:
-    """The span of a prompt. A context manager: the span ends with the block at the latest."""
+    """The span of one prompt. Use it as a context manager: the span ends at the end of the block at the latest."""
 
     def __init__(self, parent: Span, begun: float, model: str, request_id: str, sampling: SamplingParams) -> None:
         self._begun = begun

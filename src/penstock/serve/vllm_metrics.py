@@ -23,7 +23,7 @@ ROUTER_NAMES = {
     "gpu_prefix_cache_hits": "prefix_cache_hits",
     "time_per_output_token_seconds": "inter_token_latency_seconds",
 }
-"""vLLM's name → our name, without prefixes, of the metrics that routers and autoscalers read. Includes older names."""
+"""Our name by vLLM's name, without prefixes, of the metrics that routers and autoscalers read, also older ones."""
 OTHER_NAMES = {
     name: name
     for name in (
@@ -37,7 +37,7 @@ OTHER_NAMES = {
         "kv_offload_store_bytes kv_offload_load_bytes kv_offload_cpu_cache_usage_perc mm_cache_queries mm_cache_hits"
     ).split()
 } | {"prompt_tokens_cached": "prefix_cache_hits", "cpu_cache_usage_perc": "kv_offload_cpu_cache_usage_perc"}
-"""vLLM's name → our name, without prefixes, of the metrics that only dashboards use."""
+"""Our name by vLLM's name, without prefixes, of the metrics that only dashboards use."""
 RATES = {
     "gpu_prefix_cache_hit_rate": ("prefix_cache_hits", "prefix_cache_queries", "prompt tokens found in the KV cache"),
     "cpu_prefix_cache_hit_rate": (
@@ -51,7 +51,7 @@ RATES = {
         "draft tokens that were accepted",
     ),
 }
-"""Gauge of vLLM 0.6 → our counters of its numerator and denominator, and the unit."""
+"""Our counters of the numerator and denominator, and the counted objects, by gauge of vLLM 0.6."""
 NAMES: Mapping[str, Mapping[str, str]] = {"off": {}, "routers": ROUTER_NAMES, "all": ROUTER_NAMES | OTHER_NAMES}
 """Aliases by value of the option ``metrics_aliases``."""
 ENGINE = "0"
@@ -66,7 +66,7 @@ def vllm_metrics(
 
     Args:
         families: our metrics, by name without ``penstock:``.
-        engines: model → statistics of all its engines together, and its options.
+        engines: statistics of all engines together, and options, by model.
         aliases: the option ``metrics_aliases``.
     """
     for name, source in NAMES[aliases].items():
@@ -102,7 +102,7 @@ def _count(families: Mapping[str, Metric], name: str, model: str) -> float:
 
 def _lora_requests(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric:
     """LoRA adapters of running and waiting requests. Present even without adapters: the endpoint picker of the Gateway
-    API Inference Extension treats a server without it as unhealthy."""
+    API Inference Extension treats a server without this metric as unhealthy."""
     family = GaugeMetricFamily(
         "vllm:lora_requests_info",
         "LoRA adapters of running and waiting requests, as labels; the value is the time, in seconds since 1970.",
@@ -116,7 +116,7 @@ def _lora_requests(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric
 
 
 def _sleep_state(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric:
-    """Sleep state of the engines. Other metrics do not distinguish a sleeping engine from an idle one."""
+    """Sleep state of the engines. Other metrics do not distinguish a sleeping engine from an idle engine."""
     family = GaugeMetricFamily(
         "vllm:engine_sleep_state",
         "1 for the current state of the engine: awake, weights_offloaded (KV cache freed) or discard_all (KV cache and "

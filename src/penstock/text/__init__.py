@@ -1,4 +1,4 @@
-"""Text and tokens: tokenizers, incremental detokenization, stop strings, chat templates, parsers of answers.
+"""Text and tokens: tokenizers, incremental detokenization, stop strings, chat templates, response parsers.
 
 This package does not import torch.
 """

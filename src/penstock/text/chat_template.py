@@ -1,4 +1,4 @@
-"""Chat templates: sandboxed Jinja with the extensions and functions that transformers provides."""
+"""Chat templates: sandboxed Jinja with the extensions and functions of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.core.errors import invalid
 class Generation(Extension):
     """``{% generation %}``, which marks the assistant's text for training. The content is rendered unchanged."""
 
-    tags = {"generation"}  # noqa: RUF012 - declared so by Jinja
+    tags = {"generation"}  # noqa: RUF012 - Jinja's base class declares a mutable set
 
     def parse(self, parser: Parser) -> Node:
         line = next(parser.stream).lineno
@@ -60,7 +60,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; Jinja's own filter escapes it for HTML."""
+    """Jinja filter ``tojson`` without the HTML escapes of Jinja's built-in filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -91,7 +91,7 @@ class ChatTemplate:
         try:
             self._template = _environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise invalid("chat_template", f"line {error.lineno}: {error.message}") from error
+            raise invalid("chat_template", f"syntax error in line {error.lineno}: {error.message}") from error
         self.variables = template_variables(source)
         """Names of the variables that the template reads."""
         self._special = dict(special or {})
@@ -114,9 +114,10 @@ class ChatTemplate:
         Raises ``PenstockError`` (``invalid``), with the template's message if it calls ``raise_exception``.
         """
         if continue_final_message and (not messages or continued_text(messages[-1]) is None):
-            raise invalid("continue_final_message", "requires a last message with text")
+            raise invalid("continue_final_message", "requires a last message with text content")
         if add_generation_prompt and continue_final_message:
-            raise invalid("continue_final_message", "cannot be combined with add_generation_prompt")
+            message = "cannot be combined with add_generation_prompt: set add_generation_prompt to false"
+            raise invalid("continue_final_message", message)
         end = f"{uuid4().hex} "  # the space shows whether the template trims the content, as in transformers
         if continue_final_message:
             messages = [*messages[:-1], _with_end(messages[-1], end)]
@@ -130,8 +131,8 @@ class ChatTemplate:
             )
         except TemplateRefusal as refusal:
             raise PenstockError(Code.INVALID, str(refusal), "messages") from refusal
-        except Exception as error:  # a template can raise anything for messages that it does not expect
-            raise invalid("messages", f"the chat template cannot render them: {error}") from error
+        except Exception as error:  # a template can raise any exception for messages that it does not expect
+            raise invalid("messages", f"the chat template cannot render these messages: {error}") from error
         if not continue_final_message:
             return text
         kept, separator, _ = text.rpartition(end)
@@ -139,7 +140,8 @@ class ChatTemplate:
             kept, separator, _ = text.rpartition(end.strip())
             kept = kept.rstrip()
         if not separator:
-            raise invalid("continue_final_message", "the chat template does not keep the last message's text")
+            message = "is not possible: the chat template changes or drops the text of the last message"
+            raise invalid("continue_final_message", message)
         return kept
 
 

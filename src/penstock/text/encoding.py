@@ -15,11 +15,11 @@ class Texts(msgspec.Struct, frozen=True):
     """The second text of a pair."""
     add_special_tokens: bool = True
     max_len: int | None = None
-    """Maximum number of tokens including special ones; None: no limit. The longer text is truncated first."""
+    """Maximum number of tokens, including special tokens; None: no limit. The longer text is truncated first."""
     side: Literal["left", "right"] = "right"
     """Side that is truncated."""
     max_second_len: int | None = None
-    """Maximum number of tokens of the second text."""
+    """Maximum number of tokens of the second text; None: no limit."""
 
     def __len__(self) -> int:
         return len(self.text) + len(self.pair or "")
@@ -30,7 +30,7 @@ class Encoded(NamedTuple):
 
     token_ids: list[int]
     second_text: int = 0
-    """Index of the first token of token type 1; 0 if all have type 0."""
+    """Index of the first token with token type 1; 0 if all tokens have type 0."""
 
 
 def encode_texts(tokenizer: Any, texts: Texts) -> Encoded:

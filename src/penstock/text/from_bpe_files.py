@@ -18,7 +18,7 @@ from .tiktoken_formats import QWEN2, QWEN2_TYPES, QWEN3_5, QWEN3_5_TYPES
 
 GPT2, GPT_NEOX, QWEN, NEW_QWEN, ROBERTA = "GPT-2", "GPT-NeoX", "Qwen2", "Qwen3.5", "RoBERTa"
 PATTERNS = {QWEN: QWEN2, NEW_QWEN: QWEN3_5}
-"""Pre-tokenizer regular expressions of the families that do not use GPT-2's."""
+"""Pre-tokenizer regular expressions of families; the other families use GPT-2's."""
 BY_CLASS = {
     **dict.fromkeys(("GPT2Tokenizer", "CodeGenTokenizer", "WhisperTokenizer"), GPT2),
     "GPTNeoXTokenizer": GPT_NEOX,

@@ -1,6 +1,6 @@
 """Conversion of a GGUF file's tokenizer to the tokenizer files of a Hugging Face checkpoint.
 
-The files are only written here; they are then read and checked like those of any untrusted checkpoint.
+This module only writes the files. They are then read and checked like the files of any untrusted checkpoint.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ END_OF_GENERATION = frozenset(
 )
 """Tokens that end an answer. As in llama.cpp, they are control tokens even if the file marks them as normal."""
 HARMONY_ENDS, HARMONY_MESSAGE_END = frozenset(("<|return|>", "<|call|>")), "<|end|>"
-"""End tokens of OpenAI's Harmony format: those that end an answer, and the one that ends a message within it."""
+"""End tokens of OpenAI's Harmony format: tokens that end an answer, and the token that ends a message within it."""
 TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-"""Hugging Face's role of a special token → name in GGUF (``seperator`` is misspelled in GGUF)."""
+"""Role of a special token in Hugging Face's files → name in GGUF (the spelling ``seperator`` is GGUF's)."""
 
 
 class PreTokenizer(NamedTuple):
@@ -112,7 +112,7 @@ PRE_TOKENIZERS = {
     "viking": PreTokenizer((BLOOM, r"\p{N}")),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", patterns.GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
-"""Pre-tokenizer by ``tokenizer.ggml.pre``, with the expressions of each model's original tokenizer."""
+"""Pre-tokenizer by ``tokenizer.ggml.pre``, with the regular expressions of each model's original tokenizer."""
 BY_ARCHITECTURE = {
     "llama": "llama-bpe",
     "qwen2": "qwen2",
@@ -120,7 +120,7 @@ BY_ARCHITECTURE = {
     "qwen3": "qwen2",
     "command-r": "command-r",
 }
-"""Pre-tokenizer name by architecture, for files from before May 2024, which lack ``tokenizer.ggml.pre``."""
+"""Pre-tokenizer name by architecture. Files from before May 2024 lack ``tokenizer.ggml.pre``."""
 
 
 class GGUFTokenizer:
@@ -133,7 +133,7 @@ class GGUFTokenizer:
         self._file = file
         self._tokens = file.strings(f"{PREFIX}tokens")
         if not self._tokens:
-            raise invalid("tokenizer", f"{file.path} contains no tokens ({PREFIX}tokens)")
+            raise invalid("tokenizer", f"{file.path} has no tokens ({PREFIX}tokens): convert the model again")
         kinds = file.numbers(f"{PREFIX}token_type") or [Kind.NORMAL] * len(self._tokens)
         if len(kinds) != len(self._tokens) or not set(kinds) <= set(Kind):
             raise self._mismatch("token_type")
@@ -187,10 +187,10 @@ class GGUFTokenizer:
         name = self._file.get(f"{PREFIX}pre", str)
         if name is None:
             name = BY_ARCHITECTURE.get(self._file.get("general.architecture", str, ""), "default")
-            message = "%s does not name its pre-tokenizer (%spre); using %s"
+            message = "%s does not name its pre-tokenizer (%spre); using %s. Convert it again if texts look wrong"
             logger.warning(message, self._file.path, PREFIX, name)
         if name not in PRE_TOKENIZERS:
-            raise self._unsupported(f"the pre-tokenizer {name!r}; supported: {', '.join(PRE_TOKENIZERS)}")
+            raise self._unsupported(f"pre-tokenizer {name!r}; supported: {', '.join(PRE_TOKENIZERS)}")
         return PRE_TOKENIZERS[name]
 
     def _bpe_json(self, pre: PreTokenizer, config: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +198,8 @@ class GGUFTokenizer:
         used = {i: text for i, text in enumerate(self._tokens) if text and self._kinds[i] is not Kind.UNUSED}
         vocabulary = {text: i for i, text in used.items()}
         if len(vocabulary) < len(used):
-            raise invalid("tokenizer", f"{self._file.path} contains a token twice")
+            text = next(text for i, text in used.items() if vocabulary[text] != i)
+            raise invalid("tokenizer", f"{self._file.path} has token {text!r:.60} twice: convert the model again")
         merges = [merge.split(" ") for merge in self._file.strings(f"{PREFIX}merges")]
         if not merges or not all(len(merge) == 2 for merge in merges):
             raise self._mismatch("merges")
@@ -245,8 +246,9 @@ class GGUFTokenizer:
         if Kind.UNKNOWN not in self._kinds and 0 <= unknown < len(self._tokens):
             self._kinds[unknown] = Kind.UNKNOWN  # Gemma's files mark it as a control token
         if Kind.UNKNOWN not in self._kinds:
-            raise invalid("tokenizer", f"{self._file.path} has no unknown token (token_type {Kind.UNKNOWN})")
-        pieces = [  # GGUF writes plain spaces in user-defined tokens
+            message = f"{self._file.path} has no unknown token (token_type {Kind.UNKNOWN}), required by SentencePiece"
+            raise invalid("tokenizer", message)
+        pieces = [  # user-defined tokens in GGUF have plain spaces
             Piece(text.replace(" ", SPACE) if kind is Kind.USER_DEFINED else text, score, kind)
             for text, score, kind in zip(self._tokens, scores, self._kinds, strict=True)
         ]
@@ -266,8 +268,8 @@ class GGUFTokenizer:
     # --- WordPiece ----------------------------------------------------------------------------------------------------
 
     def _wordpiece(self) -> dict[str, bytes]:
-        """``vocab.txt`` and ``tokenizer_config.json``. GGUF marks the first token of a word with U+2581, WordPiece the
-        others with ``##``."""
+        """``vocab.txt`` and ``tokenizer_config.json``. GGUF marks the first token of a word with U+2581, WordPiece
+        marks all following tokens of a word with ``##``."""
         if any({"\r", "\n"} & set(text) for text in self._tokens):
             raise self._mismatch("tokens")
         lines = [
@@ -301,10 +303,11 @@ class GGUFTokenizer:
         return config
 
     def _mismatch(self, key: str) -> PenstockError:
-        return invalid("tokenizer", f"{self._file.path}: {PREFIX}{key} does not match {PREFIX}tokens")
+        message = f"{PREFIX}{key} does not match the {len(self._tokens)} entries of {PREFIX}tokens"
+        return invalid("tokenizer", f"{self._file.path}: {message}; convert the model again")
 
-    def _unsupported(self, what: str) -> PenstockError:
-        return PenstockError(Code.UNSUPPORTED, f"{self._file.path} has {what}", "model")
+    def _unsupported(self, feature: str) -> PenstockError:
+        return PenstockError(Code.UNSUPPORTED, f"{self._file.path} has {feature}", "model")
 
 
 def _json(content: Any) -> bytes:

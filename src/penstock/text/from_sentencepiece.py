@@ -24,7 +24,7 @@ from penstock.core.errors import invalid
 
 from .vocabulary import SPACE
 
-BPE = 2  # TrainerSpec.ModelType
+BPE = 2  # value of TrainerSpec.ModelType for BPE models
 MAX_PIECE = 2**9
 """Maximum length of a normal piece in a BPE model, in characters. SentencePiece's trainer defaults to 16."""
 MAX_CHARACTERS = 2**23
@@ -68,20 +68,21 @@ class Settings:
     charsmap: bytes = b""
     """Compiled normalization table (``precompiled_charsmap``)."""
     legacy: bool = True
-    """Prepend a space after each special token, not only at the start. If False, none is prepended to a text that
-    already begins with one."""
+    """True: prepend a space at the start and after each special token. False: only at the start, and only if the text
+    does not begin with a space."""
     user_defined_first: bool = False
-    """Match user-defined pieces without spaces before normalization (llama.cpp), not after."""
+    """Match user-defined pieces without spaces before normalization (llama.cpp); False: after it."""
 
 
 def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
     """Convert a serialized model.
 
     Args:
-        legacy: see ``Settings.legacy``.
-        names: texts by id that replace those of the model's pieces.
+        legacy: prepend a space after each special token (``Settings.legacy``).
+        names: piece id → text that replaces the text in the model.
 
-    Raises ``PenstockError``: ``unsupported`` for a model with spaces after words; ``invalid`` as ``tokenizer_json``.
+    Raises ``PenstockError``: ``unsupported`` for a model with spaces after words; ``invalid`` for a model that exceeds
+    a limit (``tokenizer_json``).
     """
     model = _message(data)
     pieces = [_piece(_bytes(entry)) for entry in model[1]]
@@ -135,7 +136,7 @@ def _normalizers(settings: Settings) -> list[dict[str, Any]]:
     if settings.charsmap:
         table = base64.b64encode(settings.charsmap).decode()
         steps.append({"type": "Precompiled", "precompiled_charsmap": table})
-    if settings.remove_extra_spaces:  # not Strip, which would remove other white space, too
+    if settings.remove_extra_spaces:  # not Strip: it would also remove line breaks and tabs
         steps += [_replace({"Regex": r"\A +| +\z"}, ""), _replace({"Regex": " {2,}"}, " ")]
     if settings.legacy:
         steps += [{"type": "Prepend", "prepend": SPACE}] * settings.add_space_prefix
@@ -145,11 +146,11 @@ def _normalizers(settings: Settings) -> list[dict[str, Any]]:
 
 def _pre_tokenizer(pieces: Sequence[Piece], settings: Settings, found_first: Collection[str]) -> dict[str, Any] | None:
     splits: list[dict[str, Any]] = []
-    if not settings.legacy:  # as in transformers: only this step knows where the text starts
+    if not settings.legacy:  # as in transformers: normalizers cannot know where the text starts
         scheme = "first" if settings.add_space_prefix else "never"
         splits.append({"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": False})
     user_defined = {piece.text for piece in pieces if piece.kind is Kind.USER_DEFINED}.difference(found_first)
-    if user_defined and settings.is_bpe:  # never merged with other text; a unigram model chooses them by score
+    if user_defined and settings.is_bpe:  # BPE must not merge them with other text; unigram models use their scores
         pattern = "|".join(re.escape(text) for text in sorted(sorted(user_defined), key=len, reverse=True))
         splits.append({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False})
     return {"type": "Sequence", "pretokenizers": splits} if splits else None
@@ -187,18 +188,19 @@ def _unigram_model(pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def _merges(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
-    """The merges of SentencePiece's BPE: all pairs of pieces that form a piece, ordered by descending score of that
-    piece, then by ascending id (runs of spaces in some models have equal scores)."""
+    """The merges of SentencePiece's BPE: all pairs of pieces that form a piece, ordered by descending score of the
+    formed piece, then by ascending id (runs of spaces have equal scores in some models)."""
     normal = {piece.text: piece.text for piece in pieces if piece.kind is Kind.NORMAL}
     ranked = sorted((piece for piece in pieces if piece.kind is Kind.NORMAL), key=lambda piece: -piece.score)
     if (total := sum(len(piece.text) for piece in ranked)) > MAX_CHARACTERS:
-        message = f"its pieces have {total} characters in total; the limit is {MAX_CHARACTERS}"
+        message = f"the SentencePiece model has pieces of {total} characters in total; the limit is {MAX_CHARACTERS}"
         raise invalid("tokenizer", message, MAX_CHARACTERS)
     result: list[tuple[str, str]] = []
     for piece in ranked:
         text = piece.text
         if len(text) > MAX_PIECE:
-            raise invalid("tokenizer", f"a piece has {len(text)} characters; the limit is {MAX_PIECE}", MAX_PIECE)
+            message = f"the SentencePiece model has a piece of {len(text)} characters; the limit is {MAX_PIECE}"
+            raise invalid("tokenizer", message, MAX_PIECE)
         for cut in range(1, len(text)):
             if (left := normal.get(text[:cut])) and (right := normal.get(text[cut:])):
                 result.append((left, right))
@@ -220,7 +222,7 @@ def _message(data: bytes) -> Message:
 
 
 def _inner(message: Message, number: int) -> Message:
-    """The message in a field; empty if absent."""
+    """The protobuf message nested in a field; empty if the field is absent."""
     return _message(_bytes(message[number][-1]) if message[number] else b"")
 
 
@@ -242,7 +244,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Field]]:
             case kind:
                 raise ValueError(f"not a SentencePiece model: protobuf wire type {kind}")
         if at + size > len(data):
-            raise ValueError("the SentencePiece model is truncated")
+            raise ValueError(f"the SentencePiece model is truncated at {len(data)} bytes")
         yield key >> 3, data[at : at + size]
         at += size
 

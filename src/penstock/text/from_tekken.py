@@ -16,7 +16,7 @@ SPECIAL = (
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
     *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
-"""Special tokens of files that do not list them (versions up to 7)."""
+"""Special tokens of files without the list ``special_tokens`` (versions up to 7)."""
 ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
@@ -24,7 +24,7 @@ def convert(data: bytes, named: Mapping[str, str]) -> tuple[Tokenizer, dict[str,
     """Return the tokenizer and its special tokens by role.
 
     Args:
-        named: special tokens by role from the other files.
+        named: special tokens by role from ``tokenizer_config.json`` and ``special_tokens_map.json``.
     """
     content = json.loads(data)
     config = content["config"]

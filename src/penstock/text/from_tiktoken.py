@@ -16,7 +16,7 @@ def convert(data: bytes, form: TiktokenFormat) -> Tokenizer:
     """Build the tokenizer of a tiktoken file.
 
     Args:
-        form: settings that the file does not contain.
+        form: pre-tokenizer pattern and normalization, which the file does not contain.
     """
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in data.splitlines() if line)}
     return from_ranks(ranks, form)
@@ -26,7 +26,7 @@ def from_ranks(ranks: dict[bytes, int], form: TiktokenFormat, before: Sequence[s
     """Build a tokenizer from tokens with their merge ranks.
 
     Args:
-        before: tokens with the first ids; the ids of ``ranks`` follow.
+        before: tokens with the first ids. The id of a token in ``ranks`` is its rank plus their number.
     """
     characters = {byte: character for character, byte in byte_alphabet().items()}
 
@@ -51,8 +51,8 @@ def from_ranks(ranks: dict[bytes, int], form: TiktokenFormat, before: Sequence[s
 
 
 def _last_merges(ranks: dict[bytes, int], token: bytes) -> list[tuple[bytes, bytes]]:
-    """The merges that form a token: the pair that remains after all merges of lower rank, or, if these do not lead to
-    a pair, every split of the token into two tokens."""
+    """The merges that form a token: the pair that remains after all merges of lower rank, or, if more than two parts
+    remain, every split of the token into two tokens."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         joined = [(ranks.get(parts[i] + parts[i + 1], ranks[token]), i) for i in range(len(parts) - 1)]

@@ -22,7 +22,7 @@ def convert(data: bytes, config: Mapping[str, Any], named: Mapping[str, str]) ->
 
     Args:
         config: ``tokenizer_config.json``; ``do_lower_case``, ``strip_accents`` and ``tokenize_chinese_chars`` are read.
-        named: special tokens by role from the other files.
+        named: special tokens by role from ``tokenizer_config.json`` and ``special_tokens_map.json``.
 
     Raises ``ValueError`` if the file lacks the unknown, CLS or SEP token.
     """
@@ -31,7 +31,7 @@ def convert(data: bytes, config: Mapping[str, Any], named: Mapping[str, str]) ->
     special = {**SPECIAL, **named}
     unknown, begin, end = (special[name] for name in ("unk_token", "cls_token", "sep_token"))
     if missing := [token for token in (unknown, begin, end) if token not in vocabulary]:
-        raise ValueError(f"it lacks {', '.join(missing)}")
+        raise ValueError(f"the tokens {', '.join(missing)} are missing")
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unknown))
     tokenizer.normalizer = normalizers.BertNormalizer(
         lowercase=config.get("do_lower_case") is not False,

@@ -1,4 +1,4 @@
-"""Parser of OpenAI's Harmony response format (2025): answers in channels, as gpt-oss writes them.
+"""Parser of OpenAI's Harmony response format (2025), in which gpt-oss writes its answers in channels.
 
 An answer has one or more messages, each with a header and a text: ``<|channel|>analysis<|message|>…<|end|>`` is
 reasoning, ``<|start|>assistant<|channel|>final<|message|>…`` content, and
@@ -36,13 +36,13 @@ class _Header(NamedTuple):
 class HarmonyParser:
     """Splits an answer into reasoning, content and tool calls.
 
-    Messages in the channel ``analysis`` and messages to built-in tools are reasoning; other messages without a function
-    as recipient are content. Messages of the same kind are joined by a line break. A text without a header, which a
-    grammar may force, is content.
+    Messages in the channel ``analysis`` and messages to built-in tools are reasoning. Messages to a function are tool
+    calls. All other messages are content. Messages of the same kind are joined by a line break. A text without a
+    header, which a grammar may force, is content.
 
     Args:
         stage: where the answer begins: before the first header, or within the first message's reasoning or content.
-        new_id: generates call ids; None if no tools may be called: calls are then content.
+        new_id: generates call ids; None: tools may not be called, and a tool call is content.
     """
 
     def __init__(self, stage: ReasoningStage, new_id: Callable[[], str] | None) -> None:
@@ -61,7 +61,7 @@ class HarmonyParser:
         """True if the current message needs no line break before its text."""
 
     def add(self, text: str, last: bool = False) -> list[MessagePart]:
-        """Parse a chunk and return the parts that begin in it. With ``last`` nothing is held back."""
+        """Parse a chunk. Returns the text and the tool calls that begin in it. With ``last`` nothing is held back."""
         self._held += text
         parts: list[MessagePart] = []
         while self._held:
@@ -95,7 +95,7 @@ class HarmonyParser:
         return before + text
 
     def _read_header(self, parts: list[MessagePart], last: bool) -> bool:
-        """Read a header, up to the message's text. Returns False if more text is needed or none is left."""
+        """Read a header, up to the message's text. Returns False if the header is incomplete."""
         if self._first and not _may_be_header(self._held):
             self._begin(parts, _Header("final", ""))
             return True

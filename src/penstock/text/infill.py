@@ -33,7 +33,7 @@ class FIMTokens(NamedTuple):
 
 
 FIM_TOKENS = (
-    FIMTokens(  # Qwen2.5-Coder, Qwen3; CodeGemma and Granite have the first three
+    FIMTokens(  # Qwen2.5-Coder, Qwen3; CodeGemma and Granite have prefix, suffix and middle of these
         "<|fim_prefix|>",
         "<|fim_suffix|>",
         "<|fim_middle|>",
@@ -78,7 +78,7 @@ def find_infill_format(tokenizer: Tokenizer) -> InfillFormat | None:
 
 
 def infill_format(tokenizer: Tokenizer) -> InfillFormat:
-    """The model's FIM format. Raises ``PenstockError`` (``unsupported``) if it has none."""
+    """The model's FIM format. Raises ``PenstockError`` (``unsupported``) if its vocabulary has no FIM tokens."""
     if found := find_infill_format(tokenizer):
         return found
     message = "suffix: this model's vocabulary has no fill-in-the-middle tokens; omit the suffix"
@@ -97,7 +97,7 @@ def infill_prompt(
         files: names and texts of other files of the repository, put before the prefix as by llama.cpp's server
             (https://arxiv.org/abs/2409.12186).
 
-    Raises ``PenstockError``: as ``infill_format``, and for invalid text.
+    Raises ``PenstockError``: ``unsupported`` for a model without FIM tokens, ``invalid`` for invalid text.
     """
     tokens = infill_format(tokenizer)
     before = tokenizer.encode(prefix, False) if isinstance(prefix, str) else [*prefix]
@@ -109,7 +109,7 @@ def infill_prompt(
 
 
 def _context(tokenizer: Tokenizer, tokens: InfillFormat, files: Sequence[tuple[str, str]]) -> list[int]:
-    """Other files, and the name of the edited file. Names are used only if the model has a file token."""
+    """Token ids of the other files and of the edited file's name. Names are only used if the model has a file token."""
     if not files:
         return []
     result: list[int] = []
@@ -130,7 +130,7 @@ def bos(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _encode_suffix(tokenizer: Tokenizer, suffix: str) -> list[int]:
-    """Encode without SentencePiece's leading space, as in CodeLlama: the suffix continues a text."""
+    """Encode without the leading space that SentencePiece prepends (as in CodeLlama): the suffix continues a text."""
     first = tokenizer.encode("a", False)[:1]
     if not first or not tokenizer.vocabulary[first[0]].startswith(b" "):
         return tokenizer.encode(suffix, False)

@@ -1,4 +1,4 @@
-"""Child processes that work on untrusted input: one request at a time over a socket."""
+"""Child processes for untrusted input. A process handles one request at a time, received over a socket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK = 2**18
 
 
 class IsolatedProcess:
-    """A process that answers requests: ``python -m MODULE DESCRIPTOR``. It ends when the socket is closed.
+    """A process that answers requests: ``python -m MODULE DESCRIPTOR``. The process ends when the socket is closed.
 
     A message on the socket is its length (8 bytes, little-endian) followed by its bytes.
     """
@@ -27,7 +27,7 @@ class IsolatedProcess:
             number = child_socket.fileno()
             command = [sys.executable, "-P", "-m", module, str(number)]
             environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-            self._process = subprocess.Popen(  # in a separate group: Ctrl-C in a terminal must not end a request
+            self._process = subprocess.Popen(  # a separate process group: Ctrl-C in a terminal must not end a request
                 command, pass_fds=(number,), env=environment, process_group=0, **quiet
             )
         self.close = weakref.finalize(self, _end, self._socket, self._process)
@@ -45,7 +45,7 @@ class IsolatedProcess:
         return receive(self._socket)
 
     async def request_async(self, message: bytes, timeout: float) -> bytes:
-        """Like ``request``, without blocking the event loop."""
+        """Same as ``request``, without blocking the event loop."""
         self._socket.setblocking(False)
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(timeout):

@@ -21,13 +21,13 @@ from .isolated_process import IsolatedProcess
 from .template_process import MAX_MEMORY, RenderRequest, RenderResult
 
 RENDER_TIME = 2.0
-"""Processor time limit of one rendering, in seconds."""
+"""Maximum processor time of one rendering, in seconds."""
 QUICK_TIME = 0.25
 """Processor time after which a rendering moves to the slow lane, in seconds."""
 REPLY_TIMEOUT = 60.0
 """Elapsed time after which a process that does not reply is killed, in seconds; far more than ``RENDER_TIME``."""
 NUM_PROCESSES = 2
-"""Number of concurrent quick renderings, and of concurrent slow ones."""
+"""Maximum number of concurrent renderings in each lane (quick, slow)."""
 MAX_QUICK_MESSAGES = 2000
 """Number of messages above which a chat goes directly to the slow lane."""
 SLOW_PERIOD = 10.0
@@ -40,7 +40,7 @@ class TemplatePool:
     """Processes that render templates, started on demand.
 
     In an event loop, a rendering that exceeds ``QUICK_TIME`` is restarted in the slow lane, so that it does not delay
-    quick ones. Each lane serves clients round-robin.
+    quick renderings. Each lane serves clients round-robin.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class TemplatePool:
         self._closed = False
 
     def render(self, request: RenderRequest) -> RenderResult:
-        """Render, blocking the calling thread."""
+        """Render a chat, blocking the calling thread."""
         request.cpu_time = RENDER_TIME
         message, process = encode(request), self._take()
         try:
@@ -65,7 +65,7 @@ class TemplatePool:
             raise
 
     async def render_async(self, request: RenderRequest, size: int, client: str) -> RenderResult:
-        """Render without blocking the event loop.
+        """Render a chat without blocking the event loop.
 
         Args:
             size: approximate number of characters of the request.
@@ -92,7 +92,7 @@ class TemplatePool:
             self._idle.pop().close()
 
     def _was_slow(self, client: str, size: int) -> bool:
-        """True if a chat of this client that was not larger was slow in the last ``SLOW_PERIOD`` seconds."""
+        """True if a chat of this client and of at most this size was slow in the last ``SLOW_PERIOD`` seconds."""
         when, slow_size = self._slow_clients.get(client, (0.0, 0))
         return bool(when) and time.monotonic() - when < SLOW_PERIOD and size >= slow_size
 
@@ -103,15 +103,15 @@ class TemplatePool:
         self._slow_clients = recent | {client: (now, min(size, slow_size))}
 
     async def _render(self, message: bytes) -> RenderResult | None:
-        """Returns None if the process has ended or does not reply."""
+        """Render in an idle or new process. Returns None if the process has ended or does not reply."""
         process = self._take()
         try:
             return self._result(process, await process.request_async(message, REPLY_TIMEOUT))
-        except OSError:  # includes TimeoutError
+        except OSError:  # also TimeoutError, its subclass
             process.close()
             return None
         except BaseException:
-            process.close()  # a late reply must not be read as the next request's
+            process.close()  # else the next request would receive the late reply to this one
             raise
 
     def _take(self) -> IsolatedProcess:
@@ -140,7 +140,7 @@ class IsolatedTemplate:
     """Special tokens by role."""
     pool: TemplatePool
     field: str = "messages"
-    """Request field named in errors: ``messages`` for a model's template, ``chat_template`` for a request's."""
+    """Request field named in errors: ``messages`` for the model's template, ``chat_template`` for one in a request."""
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -148,7 +148,7 @@ class IsolatedTemplate:
         return template_variables(self.source)
 
     def start(self) -> None:
-        """Start a process and compile the template there, so that the first chat does not wait for it."""
+        """Start a process and compile the template there, so that the first chat does not wait for the compilation."""
         with suppress(PenstockError):  # the template may refuse this chat
             self.render([{"role": "user", "content": "Hello!"}], add_generation_prompt=True)
 
@@ -160,7 +160,7 @@ class IsolatedTemplate:
     async def render_async(
         self, messages: Sequence[Mapping[str, Any]], size: int, client: str, /, **options: Any
     ) -> str:
-        """Like ``render``, without blocking the event loop.
+        """Same as ``render``, without blocking the event loop.
 
         Args:
             size: approximate number of characters of the messages and options.
@@ -174,8 +174,8 @@ class IsolatedTemplate:
     def _text(self, result: RenderResult) -> str:
         if result.exceeded:
             message = (
-                f"the chat template takes longer than {RENDER_TIME:g} seconds of processor time, "
-                f"or more than {MAX_MEMORY / 2**30:g} GiB of memory"
+                f"the chat template takes more than {RENDER_TIME:g} seconds of processor time or "
+                f"{MAX_MEMORY / 2**30:g} GiB of memory: send a shorter chat or use a simpler template"
             )
             raise invalid(self.field, message, RENDER_TIME)
         if result.failure:

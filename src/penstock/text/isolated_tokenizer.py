@@ -1,9 +1,9 @@
 """Tokenizer files read in a process with limits (``python -m penstock.text.isolated_tokenizer DESCRIPTOR``).
 
 Checkpoints are not trusted, and the ``tokenizers`` library has no limits: a small file can take all memory, or minutes.
-``check_tokenizer`` loads the files in another process before a serving process does; files that passed are not checked
-again. ``IsolatedTokenizer`` keeps the tokenizer in the other process: loading one with 150,000 tokens holds the GIL for
-half a second, which would delay the streams of other models.
+``check_tokenizer`` loads the files in a child process before a serving process does; files that passed are not checked
+again. ``IsolatedTokenizer`` keeps the tokenizer in the child process: loading 150,000 tokens holds the GIL for half a
+second, which would delay the streams of other models.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PROBES = (
     "🙂" * 1024,
     "The river, it's 3.5 km; (x_1) -> `y`\n\n" * 50,
 )
-"""Texts that the tokenizer must encode within the limits (slow regular expressions fail)."""
+"""Texts that the tokenizer must encode within the limits; they detect slow regular expressions."""
 MAX_TEMPLATE_SIZE = 2**19
 """Maximum number of characters of a chat template."""
 PROBE_MESSAGES = ({"role": "user", "content": "Hello!"},)
@@ -61,17 +61,17 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """The first message to the process."""
+    """The first message to the child process."""
 
     folder: str
     chat_template: str | None
     limits: Limits
     keep_running: bool
-    """Encode texts after loading; if False, only check the files."""
+    """True: encode texts after loading; False: only check the files."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """The reply: a failure, or, with ``keep_running``, the data that ``IsolatedTokenizer`` needs in this process."""
+    """The reply to ``Load``: a failure, or, with ``keep_running``, the data that ``IsolatedTokenizer`` needs."""
 
     failure: Failure | None = None
     json: str = ""
@@ -83,11 +83,11 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 def check_tokenizer(folder: Path, chat_template: str | None = None, limits: Limits | None = None) -> None:
-    """Load and test a checkpoint's tokenizer and chat template in another process.
+    """Load and test a checkpoint's tokenizer and chat template in a child process.
 
     Files that passed are remembered by a hash of their content; the next check takes a few milliseconds.
 
-    Raises ``PenstockError`` (``invalid``) if they cannot be used within the limits.
+    Raises ``PenstockError`` (``invalid``) if the files cannot be used within the limits.
     """
     marker = _passed_marker(folder, chat_template)
     with contextlib.suppress(OSError):
@@ -101,9 +101,9 @@ def check_tokenizer(folder: Path, chat_template: str | None = None, limits: Limi
 
 
 class IsolatedTokenizer(Tokenizer):
-    """A tokenizer that encodes in another process. The process is restarted if it dies; ``close`` ends it.
+    """A tokenizer that encodes in a child process. The process is restarted if it dies; ``close`` ends it.
 
-    Raises ``PenstockError`` (``invalid``) as ``check_tokenizer`` does.
+    Raises ``PenstockError`` (``invalid``) if the files cannot be used within the limits.
     """
 
     isolated = True
@@ -135,9 +135,9 @@ class IsolatedTokenizer(Tokenizer):
                 self._process.close()
                 self._process = None
                 if isinstance(error, TimeoutError):
-                    message = f"this model's tokenizer takes longer than {ENCODE_TIMEOUT:g} seconds to encode it"
+                    message = f"takes the tokenizer longer than {ENCODE_TIMEOUT:g} seconds to encode: shorten it"
                     raise invalid("prompt", message, ENCODE_TIMEOUT) from error
-                message = "the tokenizer process ended unexpectedly; it is restarted with the next request"
+                message = "the tokenizer process ended unexpectedly and restarts with the next request: try again"
                 raise PenstockError(Code.UNAVAILABLE, message) from error
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ def _start(load: Load) -> tuple[IsolatedProcess, Loaded]:
     except OSError as error:
         process.close()
         limits = f"{load.limits.memory / 2**30:.2g} GiB of memory and {load.limits.cpu:g} s of processor time"
-        message = f"{load.folder}: its tokenizer or chat template cannot be used within {limits}"
+        message = f"the tokenizer or chat template in {load.folder} cannot be used within {limits}"
         raise invalid("tokenizer", message) from error
     except BaseException:
         process.close()
@@ -193,14 +193,14 @@ def _passed_marker(folder: Path, chat_template: str | None) -> Path:
     return cache_home() / "penstock" / "tokenizers" / digest.hexdigest()
 
 
-# --- In the other process --------------------------------------------------------------------------------------------
+# --- In the child process --------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         load = msgspec.msgpack.decode(receive(connection), type=Load)
         resource.setrlimit(resource.RLIMIT_AS, (load.limits.memory, load.limits.memory))
-        signal.setitimer(signal.ITIMER_PROF, load.limits.cpu)  # SIGPROF ends the process
+        signal.setitimer(signal.ITIMER_PROF, load.limits.cpu)  # after this time SIGPROF ends the process
         tokenizer, loaded = _loaded(load)
         reply = msgspec.msgpack.encode(loaded)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -230,16 +230,16 @@ def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
         return None, Loaded(error.failure)
     except MemoryError:
         raise
-    except Exception as error:  # tokenizers can raise anything for a damaged file
+    except Exception as error:  # tokenizers can raise any exception for a damaged file
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             raise
-        message = f"{load.folder}: its tokenizer or chat template cannot be used: {error!r:.200}"
+        message = f"the tokenizer or chat template in {load.folder} cannot be used: {error!r:.200}"
         return None, Loaded(invalid("model", message).failure)
 
 
 def _compiled(tokenizer: Tokenizer, tools: bool) -> ChatTemplate | None:
-    """The template for chats with or without tools, or None. Raises ``PenstockError`` (``invalid``) for one that is too
-    long or does not compile."""
+    """The template for chats with or without tools; None if absent. Raises ``PenstockError`` (``invalid``) for a
+    template that is too long or does not compile."""
     source = choose_template(tokenizer.templates, tools)
     if source is None:
         return None

@@ -23,8 +23,8 @@ def split_at_marker(text: str, markers: Sequence[str], last: bool, space: str = 
     """Split a text at its first marker.
 
     Args:
-        markers: none of them contains another.
-        last: the text is complete: nothing is held back.
+        markers: texts to find; no marker may contain another marker.
+        last: the text is complete, so nothing is held back.
         space: characters removed before a marker.
     """
     matches = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]

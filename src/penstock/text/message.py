@@ -1,4 +1,4 @@
-"""A parsed answer: the assistant's message as parts, in generation order."""
+"""A parsed answer: the parts of the assistant's message, in generation order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ToolCall:
     id: str = field(compare=False)
     name: str
     arguments: str = ""
-    """JSON object; unmodified model output if the format is JSON."""
+    """JSON object as text: the model's text unmodified if its format is JSON, else converted."""
 
 
 @dataclass(slots=True)

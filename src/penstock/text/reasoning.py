@@ -20,13 +20,13 @@ class ReasoningFormat:
     start_marker: str = "<think>"
     end_marker: str = "</think>"
     answer_markers: tuple[str, ...] = ()
-    """Markers around the answer; they are removed."""
+    """Markers around the answer, which are removed from it."""
     implicit_start: bool = False
     """True if an answer begins with reasoning even without the start marker."""
     channels: bool = False
-    """True if answers are in channels (``harmony``); the start marker begins the reasoning channel."""
+    """True if answers are in channels (``harmony.py``); the start marker begins the reasoning channel."""
     begin: str = ""
-    """Token that begins the reasoning if the start marker has several tokens; "": the start marker."""
+    """First token of the reasoning if the start marker has several tokens; "": the start marker is one token."""
     before_answer: str = "\n\n"
     """Text between the end marker and the answer."""
     before_call: str = "\n\n"
@@ -89,12 +89,12 @@ REASONING_FORMATS = (
     ),
 )
 """In this order: gpt-oss (channels); ERNIE 4.5 and X1 (answer in ``<response>``); DeepSeek R1 and V3.1 (may omit
-``<think>``); Hunyuan, Command A, Seed-OSS, Granite 3 and Magistral (special markers); Qwen3 and all others that write
-``<think>…</think>`` or whose prompts end with ``<think>``."""
+``<think>``); Hunyuan, Command A, Seed-OSS, Granite 3 and Magistral (special markers); Qwen3 and all other families that
+write ``<think>…</think>`` or have ``<think>`` at the end of the prompt."""
 
 
 def reasoning_format(parser: str, template: str) -> ReasoningFormat | None:
-    """Find a format by parser name; ``auto`` recognizes it by the chat template; None if no format matches."""
+    """Find a format by parser name; ``auto``: by the markers in the chat template. None if no format matches."""
     if parser == "auto":
         recognized = (form for form in REASONING_FORMATS if all(text in template for text in form.template_markers))
         return next(recognized, None)
@@ -113,7 +113,7 @@ def initial_stage(form: ReasoningFormat, prompt: str, continued: str = "") -> Re
     """Return the stage at which the answer to a prompt begins.
 
     Args:
-        prompt: the rendered prompt, or the end of it.
+        prompt: the rendered prompt, or its end.
         continued: text of the last message if the answer continues it.
     """
     if continued:
@@ -154,7 +154,7 @@ class ReasoningParser:
         return self.stage is ReasoningStage.WITHIN
 
     def add(self, text: str, last: bool = False) -> list[MessagePart]:
-        """Parse a chunk and return the reasoning and content in it. With ``last`` nothing is held back."""
+        """Parse a chunk. Returns its reasoning and content. With ``last`` nothing is held back."""
         self._held += text
         if self._expect_start and not self._read_start(last):
             return []

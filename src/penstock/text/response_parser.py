@@ -40,7 +40,7 @@ class ParserConfig:
 
 
 class ResponseParser:
-    """Parses one answer, given in chunks. ``message`` is the result so far.
+    """Parses one answer, which arrives in chunks. ``message`` is the result so far.
 
     Args:
         hidden: special tokens that are removed from the content unless they are markers.

@@ -1,4 +1,4 @@
-"""A tokenizer's files other than its vocabulary: settings, special and added tokens, chat templates.
+"""Tokenizer files other than the vocabulary: settings, special and added tokens, chat templates.
 
 Precedence is that of transformers. ``special_tokens_map.json`` and ``added_tokens.json`` (old checkpoints) are used
 only if ``tokenizer_config.json`` has no ``added_tokens_decoder``.
@@ -31,14 +31,14 @@ NAMES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, TEMPLATE, PROCESSOR_TEMPLATE, *PR
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of the templates for chats without and with tools."""
 MAX_BYTES = 128 * 2**20
-"""Maximum size of a vocabulary file in bytes; the largest known has 33 MB."""
+"""Maximum size of a vocabulary file in bytes; the largest known file has 33 MB."""
 MAX_SIDE_BYTES = 16 * 2**20
 """Maximum size of any other file in bytes."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Roles whose tokens transformers adds first, in this order."""
 LISTS = ("additional_special_tokens", "extra_special_tokens")
-"""Keys of special tokens without a role. The second may also hold an object of tokens by role."""
+"""Keys of special tokens without a role. The value of the second key may also be an object: role → token."""
 
 
 class SideFiles(NamedTuple):
@@ -71,7 +71,7 @@ def read_side_files(folder: Path) -> SideFiles:
         named |= read_object(folder / SPECIAL_TOKENS)
     by_role: dict[str, Any] = {}
     for role, token in named.items():
-        if not role.endswith("_token") or token is None or isinstance(token, bool):  # e.g. add_bos_token
+        if not role.endswith("_token") or token is None or isinstance(token, bool):  # add_bos_token is a bool
             continue
         if not isinstance(token, str | Mapping):
             raise TypeError(f"{role} must be a string or an object, not {token!r:.50}")
@@ -122,7 +122,7 @@ def read(path: Path) -> bytes:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if the file is missing. Raises ``PenstockError`` (``invalid``) for other content."""
+    """Read a JSON object; empty if the file is missing. Too large or other files raise ``PenstockError``."""
     if not path.is_file():
         return {}
     try:
@@ -131,17 +131,17 @@ def read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise invalid("tokenizer", f"{path} is not JSON: {error}") from error
     if not isinstance(result, dict):
-        raise invalid("tokenizer", f"{path} is not a JSON object")
+        raise invalid("tokenizer", f"{path} is not a JSON object (found: {type(result).__name__})")
     return result
 
 
 def choose_template(templates: Mapping[str, str], tools: bool) -> str | None:
-    """Return the template for chats with or without tools, or None."""
+    """Return the template for chats with or without tools; None if absent."""
     return templates.get(TOOL_USE if tools and TOOL_USE in templates else DEFAULT)
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates of the first source that has any; a missing default template is taken from the next source."""
+    """The templates of the first source with a template; a missing default template is taken from the next source."""
     named = config.get("chat_template") or {}
     if isinstance(named, str):
         named = {DEFAULT: named}

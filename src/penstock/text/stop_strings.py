@@ -12,7 +12,7 @@ class StopResult(NamedTuple):
     text: str
     """Text that can be streamed now."""
     stop: str | None
-    """The stop string that was found, if any."""
+    """The stop string that was found, or None."""
 
 
 class StopStrings:
@@ -36,7 +36,7 @@ class StopStrings:
             return StopResult(text, None)
         matches = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
-            # The match that ends first, so that the result does not depend on the chunks; among these the longest.
+            # Choose the match that ends first: the result must not depend on the chunks. A tie goes to the longest.
             at, stop = min(matches, key=lambda match: (match[0] + len(match[1]), match[0]))
             return StopResult(text[: at + len(stop)] if self._include else text[:at], stop)
         if not last:

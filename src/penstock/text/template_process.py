@@ -1,8 +1,8 @@
 """Chat templates rendered in a process with limits (``python -m penstock.text.template_process DESCRIPTOR``).
 
 Jinja's sandbox limits access, not computation. Here a timer interrupts a template that exceeds its processor time, and
-the address space is limited. The process continues after a timeout; it ends after running out of memory, or when it has
-used ``RECYCLED_MEMORY``.
+the address space is limited. The process continues after a timeout; it ends after running out of memory, or when its
+resident memory exceeds ``RECYCLED_MEMORY``.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ RECYCLED_MEMORY = 2**28
 MAX_RENDERED = 2**26
 """Maximum number of characters of a rendered prompt."""
 MAX_COMPILED = 16
-"""Number of compiled templates that are cached."""
+"""Maximum number of compiled templates in the cache."""
 INTERRUPT_AGAIN = 0.05
-"""Processor time between further interrupts of a template that continues, in seconds."""
+"""Processor time in seconds between interrupts of a template that continues after the first interrupt."""
 
 
 class RenderRequest(msgspec.Struct):
-    """A request to the process."""
+    """A request to the rendering process."""
 
     source: str
     special: dict[str, str]
@@ -46,7 +46,7 @@ class RenderRequest(msgspec.Struct):
     options: dict[str, Any]
     """Keyword arguments of ``ChatTemplate.render``."""
     cpu_time: float
-    """Processor time limit in seconds, compilation included."""
+    """Maximum processor time in seconds, including compilation."""
 
 
 class RenderResult(msgspec.Struct, omit_defaults=True):
@@ -55,13 +55,13 @@ class RenderResult(msgspec.Struct, omit_defaults=True):
     text: str = ""
     failure: Failure | None = None
     exceeded: bool = False
-    """The time or memory limit was exceeded."""
+    """True if the time or memory limit was exceeded."""
     last: bool = False
-    """The process ends after this reply."""
+    """True if the process ends after this reply."""
 
 
 class _TimeLimitExceeded(BaseException):
-    """Raised in a template whose processor time is exceeded. A ``BaseException``, so that ``except Exception`` does not
+    """Raised in a template that exceeds its processor time. A ``BaseException``, so that ``except Exception`` does not
     catch it."""
 
 
@@ -75,7 +75,8 @@ def _render(request: RenderRequest) -> RenderResult:
         template = _compiled(request.source, tuple(request.special.items()))
         text = template.render(request.messages, **request.options)
         if len(text) > MAX_RENDERED:
-            raise invalid("chat_template", f"renders {len(text)} characters; the limit is {MAX_RENDERED}", MAX_RENDERED)
+            message = f"renders a prompt of {len(text)} characters; the limit is {MAX_RENDERED}"
+            raise invalid("chat_template", message, MAX_RENDERED)
         text.encode()
     except PenstockError as error:
         if isinstance(error.__cause__, MemoryError):
@@ -112,7 +113,7 @@ def main() -> None:
     with (
         socket.socket(fileno=int(sys.argv[1])) as connection,
         contextlib.suppress(OSError),
-    ):  # parent closed it
+    ):  # OSError: the parent has closed the socket
         while True:
             reply = _reply(receive(connection))
             reply.last |= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > RECYCLED_MEMORY

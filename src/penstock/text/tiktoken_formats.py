@@ -1,4 +1,4 @@
-"""Pre-tokenizer patterns and special tokens of models with a tiktoken file, which does not contain them."""
+"""Pre-tokenizer patterns and special tokens of models with a tiktoken file. The file itself contains only ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ GPT4 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = GPT4.replace(r"\p{N}{1,3}", r"\p{N}")
-"""Like GPT-4, with each digit separate."""
+"""The pattern of GPT-4, but each digit is separate."""
 QWEN3_5 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Like Qwen2, with combining marks as part of words."""
+"""The pattern of Qwen2, but combining marks are part of words."""
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 GPT4O = (
@@ -26,27 +26,27 @@ GPT4O = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTION}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Words are also split before capitals and include their contraction ("don't" is one word)."""
+"""The pattern of GPT-4, but words are also split before capitals and include contractions ("don't" is one word)."""
 _NO_HAN = r"&&[^\p{Han}]"
 KIMI = (
     rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NO_HAN}]*[{_LOWER}{_NO_HAN}]+{_CONTRACTION}"
     rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NO_HAN}]+[{_LOWER}{_NO_HAN}]*{_CONTRACTION}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Like GPT-4o, with Chinese characters split from other letters."""
+"""The pattern of GPT-4o, but Chinese characters are split from other letters."""
 
 
 class TiktokenFormat(NamedTuple):
-    """Settings of a tiktoken tokenizer other than its ranks."""
+    """Settings of a tiktoken tokenizer that its file does not contain."""
 
     pattern: str
-    """Regular expression that matches the parts to encode separately."""
+    """Regular expression of the pre-tokenizer: each match is encoded separately."""
     nfc: bool = False
-    """Normalize texts to NFC first."""
+    """Normalize texts to NFC before encoding."""
     special: tuple[str, ...] = ()
-    """Special tokens after the last rank, used if ``tokenizer_config.json`` has none."""
+    """Special tokens with the ids after the last rank, used if ``tokenizer_config.json`` lists no added tokens."""
     placeholder: str = "<|unused_{}|>"
-    """Token for an unused id, with ``{}`` for the id."""
+    """Token for an unused id; ``{}`` is replaced by the id."""
     prefix: tuple[str, ...] = ()
     """Tokens before each text, used if ``tokenizer_config.json`` has no ``add_bos_token``."""
 

@@ -31,7 +31,7 @@ class Tokenizer:
     """
 
     isolated = False
-    """True if encoding runs in another process."""
+    """True if encoding runs in a child process."""
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
         self._init_templates(folder, chat_template)
@@ -68,18 +68,18 @@ class Tokenizer:
             raise invalid("prompt", "is not valid text: it has an unpaired surrogate") from error
 
     def encode_texts(self, texts: Texts) -> Encoded:
-        """Encode a text or a pair of texts, truncated as ``Texts`` requests. Raises as ``encode``."""
+        """Encode a text or pair of texts, with truncation. Raises ``PenstockError`` as ``encode`` does."""
         try:
             return encode_texts(self._tokenizer, texts)
         except TypeError as error:
             raise invalid("prompt", "is not valid text: it has an unpaired surrogate") from error
 
     def close(self) -> None:
-        """End the processes that encode and render templates, if any."""
+        """End the child processes that encode texts and render templates."""
         self._pool.close()
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Decode a complete sequence. ``detokenizer`` decodes a growing one, to the same text."""
+        """Decode a complete sequence. ``detokenizer`` decodes a growing sequence to the same text."""
         return self.detokenizer(skip_special_tokens).add(token_ids, last=True)
 
     def detokenizer(self, skip_special_tokens: bool = True, kept: Collection[str] = ()) -> Detokenizer:
@@ -93,7 +93,7 @@ class Tokenizer:
         return Detokenizer(self.vocabulary, self.special_ids - {self.token_to_id(token) for token in kept})
 
     def to_json(self) -> str:
-        """The content of a ``tokenizer.json`` for this tokenizer, whatever file it was read from."""
+        """The content of a ``tokenizer.json`` for this tokenizer, also if it was read from another kind of file."""
         return str(self._tokenizer.to_str())
 
     def token_to_id(self, token: str) -> int | None:
@@ -115,7 +115,7 @@ class Tokenizer:
 
     @property
     def template_source(self) -> str | None:
-        """Source of the chat template for chats without tools, or None."""
+        """Source of the chat template for chats without tools; None if absent."""
         return choose_template(self.templates, tools=False)
 
     @property
@@ -126,7 +126,7 @@ class Tokenizer:
     def template_for(self, tools: bool) -> ChatTemplate | IsolatedTemplate:
         """The chat template for chats with or without tools.
 
-        It is rendered in a process with time and memory limits, except for the built-in models.
+        Templates are rendered in a process with time and memory limits; those of built-in models in this process.
 
         Raises ``PenstockError`` (``invalid``) if the model has no chat template.
         """
@@ -135,7 +135,7 @@ class Tokenizer:
         source = choose_template(self.templates, tools)
         if source is None:
             names = f" (only {', '.join(self.templates)})"[:200] if self.templates else ""
-            message = f"this model has no default template{names}: pass a template, or use plain completions"
+            message = f"this model has no default chat template{names}: pass chat_template, or use the completions API"
             raise invalid("chat_template", message)
         if (other := self._compiled.get(not tools)) and source == choose_template(self.templates, not tools):
             self._compiled[tools] = other

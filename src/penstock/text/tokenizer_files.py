@@ -1,4 +1,4 @@
-"""Loading a checkpoint's tokenizer from the vocabulary file that it has."""
+"""Loader of a checkpoint's tokenizer, for all kinds of vocabulary files."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def load(folder: Path, side_files: SideFiles) -> Loaded:
     """Load the first file found of ``tokenizer.json``, a SentencePiece model, a tiktoken file, ``tekken.json``,
     ``vocab.json`` with ``merges.txt``, and BERT's ``vocab.txt``.
 
-    Raises ``PenstockError``: ``invalid`` if there is no such file or it cannot be read, ``unsupported`` if the
-    pre-tokenizer is unknown.
+    Raises ``PenstockError``: ``invalid`` if all these files are absent, or the file cannot be read; ``unsupported`` if
+    the pre-tokenizer is unknown.
     """
     path, *others = _vocabulary_files(folder)
     try:
         return _load(path, others, side_files)
     except (PenstockError, MemoryError):
         raise
-    except Exception as error:  # tokenizers raises plain Exception
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise invalid("tokenizer", f"{path} cannot be read: {error}") from error
 
 
 def paths(folder: Path) -> list[Path]:
-    """All files of a tokenizer. Raises ``PenstockError`` (``invalid``) if there is no vocabulary file."""
+    """All files of a tokenizer. Raises ``PenstockError`` (``invalid``) if the vocabulary file is missing."""
     return [*_vocabulary_files(folder), *side_paths(folder)]
 
 
@@ -89,13 +89,13 @@ def _load(path: Path, others: list[Path], side_files: SideFiles) -> Loaded:
 
 
 def _without_normalization(token: AddedToken) -> AddedToken:
-    """Return the token with ``normalized=False``: it is matched before spaces are replaced."""
+    """Copy of a token with ``normalized=False``: it is matched before spaces are replaced."""
     flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "special")}
     return AddedToken(token.content, normalized=False, **flags)
 
 
 def _vocabulary_files(folder: Path) -> list[Path]:
-    """The vocabulary file, followed by ``merges.txt`` for ``vocab.json``."""
+    """The vocabulary file; ``vocab.json`` is followed by ``merges.txt``."""
     tiktoken = sorted((*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")))
     for path in (folder / FULL, folder / SENTENCEPIECE, *tiktoken, folder / TEKKEN):
         if path.is_file():
@@ -107,7 +107,7 @@ def _vocabulary_files(folder: Path) -> list[Path]:
     raise invalid(
         "tokenizer",
         f"{folder} has no {FULL}, {SENTENCEPIECE}, *.tiktoken, {TEKKEN}, {BPE_VOCABULARY} with {BPE_MERGES}, or "
-        f"{WORDPIECE}",
+        f"{WORDPIECE}: add the tokenizer's files",
     )
 
 
@@ -117,7 +117,7 @@ def _add_tokens(
     """Add tokens with their ids. A token whose id already belongs to another token is ignored.
 
     Args:
-        placeholder: token for each unused id in between, with ``{}`` for the id.
+        placeholder: token for each unused id before a token; ``{}`` is replaced by the id.
         special: tokens that are special whatever their flag says, because they have a role.
     """
     known = tokenizer.get_added_tokens_decoder()
@@ -135,7 +135,7 @@ def _add_special(tokenizer: Tokenizer, named: Iterable[AddedToken], defaults: It
     """Make tokens special: they are matched as a whole in prompts and skipped in answers.
 
     Args:
-        named: tokens named by the files. Those missing from the vocabulary get the next ids, as in transformers; the
+        named: tokens named by the files. Tokens that the vocabulary lacks get the next ids, as in transformers; the
             engine rejects a prompt with an id that the model has no embedding for.
         defaults: tokens that are ignored if the vocabulary lacks them.
     """

@@ -1,4 +1,4 @@
-"""The vocabulary as bytes: the bytes that each token adds to the text."""
+"""Conversion of a vocabulary to bytes: the bytes that each token adds to the text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
 MAX_TOKENS = 2**22
-"""Maximum vocabulary size; the largest known has 262,144 tokens."""
+"""Maximum vocabulary size; the largest known vocabulary has 262,144 tokens."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "\u2581"  # SentencePiece's symbol for a space
 Step = Callable[[str], str | bytes]
@@ -23,10 +23,10 @@ Step = Callable[[str], str | bytes]
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     """The bytes of each token id; empty for ids without a token.
 
-    A text is the concatenation of its tokens' bytes, decoded as UTF-8. Added tokens pass through the decoder like all
-    others, as in ``Tokenizer.decode`` of the ``tokenizers`` library. Decoder steps that depend on a token's position
-    in the text are not applied: a text keeps the leading space that encoding adds (SentencePiece), and the space before
-    its first word (WordPiece).
+    A text is the concatenation of its tokens' bytes, decoded as UTF-8. Added tokens pass through the decoder like
+    other tokens, as in ``Tokenizer.decode`` of the ``tokenizers`` library. Decoder steps that depend on a token's
+    position in the text are not applied: a text keeps the leading space that encoding adds (SentencePiece), and the
+    space before its first word (WordPiece).
 
     Raises ``PenstockError``: ``unsupported`` for a decoder whose tokens have no fixed bytes, ``invalid`` for an id of
     ``MAX_TOKENS`` or more.
@@ -108,7 +108,7 @@ def _word_piece(prefix: str, token: str) -> str:
 
 
 def _word(token: str) -> str:
-    """Without a decoder, tokens are joined with spaces."""
+    """Text of a token if the tokenizer has no decoder: tokens are joined with spaces."""
     return f" {token}"
 
 
@@ -121,7 +121,8 @@ def _strip(content: str, start: int, stop: int, token: str) -> str:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's byte alphabet: printable characters map to themselves, the other bytes to characters from U+0100 on."""
+    """GPT-2's byte alphabet: character → byte. A printable character stands for itself in Latin-1; characters from
+    U+0100 on stand for the other bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

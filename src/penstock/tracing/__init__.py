@@ -32,7 +32,7 @@ def check(options: LogOptions) -> None:
 
 
 MODULES = ("sdk", "exporter", "exporter.otlp", "exporter.otlp.proto", "exporter.otlp.proto.grpc")
-"""Modules of the extra ``otel``. Each follows its package, which ``find_spec`` imports."""
+"""Modules of the extra ``otel``. A package precedes its modules, because ``find_spec`` imports the package."""
 
 
 def start_tracer(options: LogOptions, process: str) -> Tracer | None:

@@ -27,7 +27,7 @@ HTTP_PORT, HTTP_PATH = 4318, "/v1/traces"
 
 @dataclass(slots=True)
 class SpanCounts:
-    """Counters of spans."""
+    """Counters of exported and dropped spans of a process."""
 
     exported: int = 0
     """Number of spans accepted by the collector."""
@@ -85,7 +85,7 @@ class CountingExporter(SpanExporter):
         failed = result is not SpanExportResult.SUCCESS
         self._counts.add("dropped" if failed else "exported", len(spans))
         if failed and not self._failing:
-            logger.warning("the collector at %s does not accept spans; they are dropped until it does", self._endpoint)
+            logger.warning("the collector at %s does not accept spans: dropping them until it does", self._endpoint)
         elif self._failing and not failed:
             logger.info("the collector at %s accepts spans again", self._endpoint)
         self._failing = failed
@@ -117,5 +117,5 @@ class BoundedProcessor(BatchSpanProcessor):
 
 def new_processor(endpoint: str, counts: SpanCounts) -> BoundedProcessor:
     """Create the span processor of a process."""
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it logs a traceback for each failed attempt
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would log a traceback per failed attempt
     return BoundedProcessor(CountingExporter(new_exporter(endpoint), endpoint, counts), counts)

@@ -91,7 +91,7 @@ class Span:
 class Tracer:
     """Creates the spans of a process, and sends them to the collector.
 
-    A trace is sampled if its request's ``traceparent`` says so, or, without one, with the probability
+    A trace is sampled if the ``traceparent`` of the request says so; without ``traceparent``, with the probability
     ``trace_sampling_ratio``. A thread exports spans from a bounded queue: if the collector does not respond, spans are
     dropped, and requests are not delayed.
 
@@ -123,12 +123,12 @@ class Tracer:
         """Start the span of an incoming request.
 
         Args:
-            headers: HTTP headers or gRPC metadata, with ``traceparent`` and ``tracestate`` if the client traces it.
+            headers: HTTP headers or gRPC metadata, with ``traceparent`` and ``tracestate`` if the client is traced.
         """
         return self._from_context(name, headers, SpanKind.SERVER, begun, attributes)
 
     def span(self, name: str, context: Mapping[str, str], begun: float, attributes: Attributes | None = None) -> Span:
-        """Start a span whose parent, in another process, has this ``Span.context``."""
+        """Start a span with a parent in another process; ``context`` is ``Span.context`` of the parent."""
         return self._from_context(name, context, SpanKind.INTERNAL, begun, attributes)
 
     def start_span(

@@ -55,7 +55,7 @@ class Client:
         await self._session.close()
 
     async def find_model(self) -> str:
-        """Name of the requested model: that of the body, or else the first one in ``/v1/models``.
+        """Name of the requested model: ``model`` of the body, or the first model in ``/v1/models``.
 
         Raises ``PenstockError`` if the server cannot be reached, or lists no models.
         """
@@ -77,7 +77,7 @@ class Client:
     async def send_all(
         self, requests: Sequence[Request], concurrency: int, on_complete: Callable[[Sample], object] = lambda _: None
     ) -> list[Sample]:
-        """Send each request at its time, or as soon after as fewer than ``concurrency`` (0: no limit) are running.
+        """Send each request at its arrival time, or later when fewer than ``concurrency`` (0: no limit) are running.
 
         Args:
             on_complete: called with each completed sample.

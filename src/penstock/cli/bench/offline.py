@@ -61,7 +61,7 @@ def latency(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def throughput(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
-    """Throughput with all prompts queued at the start."""
+    """Throughput in requests and tokens per second, with all prompts queued at the start."""
     _timed(llm, 1, min(args.input_len, 128), 2)
     seconds = _timed(llm, args.num_prompts, args.input_len, args.output_len, show=not args.json)
     return {

@@ -27,7 +27,7 @@ def draw(samples: Sequence[Sample], goodput: Mapping[str, float], title: str, pa
     """Write the plot; the suffix of ``path`` selects the format.
 
     Args:
-        samples: samples of all requests, at least one of which succeeded.
+        samples: samples of all requests. At least one request must have succeeded.
         goodput: latency limits in milliseconds by metric, drawn in the metric's panel.
     """
     good = [sample for sample in samples if sample.outcome is Outcome.OK]
@@ -73,7 +73,7 @@ def _distribution(axes: Any, metric: str, values: np.ndarray, limit: float | Non
 
 
 def _plot_over_time(above: Any, below: Any, good: Sequence[Sample]) -> None:
-    """Running requests and output rate over time."""
+    """Plot the number of running requests, and the output tokens per second, over time."""
     moments, counts = running(good)
     above.step(moments, counts, where="post", color=LINE, linewidth=1)
     above.fill_between(moments, counts, step="post", color=LINE, alpha=0.15)

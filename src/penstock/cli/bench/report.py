@@ -30,7 +30,7 @@ def running(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
     """Times in seconds at which the number of running requests changes, and the number from then on."""
     moments = np.array([s.sent for s in samples] + [s.last for s in samples])
     steps = np.repeat([1, -1], len(samples))
-    order = np.lexsort((steps, moments))  # at the same time, ends before starts
+    order = np.lexsort((steps, moments))  # at equal times, ends of requests precede starts
     return moments[order], np.cumsum(steps[order])
 
 
@@ -51,7 +51,7 @@ def compute_results(
     """Results by name. Throughput refers to the time until the end of the last request.
 
     Args:
-        samples: samples of all requests, at least one of which succeeded.
+        samples: samples of all requests. At least one request must have succeeded.
         percentiles: percentiles of each metric, 0 to 100.
         metrics: latencies to report: ttft, tpot, itl, e2el.
         goodput: maximum milliseconds by metric for requests that count in ``request_goodput``.
@@ -87,7 +87,7 @@ def compute_results(
 
 
 def _summary(metric: str, values: np.ndarray, percentiles: Sequence[float]) -> dict[str, float | None]:
-    """Statistics of a latency; None if no request has it."""
+    """Statistics of a latency metric in milliseconds, by name; None without values."""
     names = [f"mean_{metric}_ms", f"median_{metric}_ms", *(f"p{p:g}_{metric}_ms" for p in percentiles)]
     if not len(values):
         return dict.fromkeys(names)

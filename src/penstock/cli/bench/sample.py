@@ -26,7 +26,7 @@ class Sample(msgspec.Struct):
     chunks: array[float] = msgspec.field(default_factory=lambda: array("d"))
     """Times of chunks with text; a chunk may have several tokens."""
     last: float = 0.0
-    """Time of the end or the failure."""
+    """Time at which the response ended or failed."""
     output_tokens: int = 0
     cached_tokens: int = 0
     counted: bool = False

@@ -101,7 +101,8 @@ def _requests(options: ServeOptions) -> list[Request]:
 def _dataset(options: ServeOptions) -> str:
     name = options.dataset_name or ("trace" if options.dataset_path else "random")
     if (name == "trace") != bool(options.dataset_path):
-        raise invalid("dataset_path", "is required for dataset_name trace, and not allowed otherwise")
+        problem = "is required with" if name == "trace" else "cannot be combined with"
+        raise invalid("dataset_path", f"{problem} dataset_name {name}")
     return str(name)
 
 

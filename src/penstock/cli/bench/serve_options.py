@@ -38,7 +38,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Trace file: JSONL as Mooncake's (timestamp, input_length, output_length, hash_ids; equal ids become equal blocks
     of 512 tokens) or CSV as Azure's (TIMESTAMP,ContextTokens,GeneratedTokens)."""
     num_prompts: Annotated[int, option(ge=1)] = 100
-    """Number of requests; of a trace, the first ones."""
+    """Number of requests; with a trace, the maximum number, from its beginning."""
     random_input_len: Annotated[int, option("tokens", ge=1)] = 128
     """Length of random prompts."""
     random_output_len: Annotated[int, option("tokens", ge=1)] = 64
@@ -52,7 +52,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     random_range_ratio: Annotated[float, option(ge=0, lt=1)] = 0.0
     """Random lengths are uniform between 1 - ratio and 1 + ratio times random_input_len and random_output_len."""
     vocab_size: Annotated[int, option(ge=2)] = 3000
-    """Token ids in prompts are 1000 to vocab_size - 1."""
+    """Exclusive upper bound of the token ids in prompts, which begin at 1000."""
     ignore_eos: bool = False
     """Generate the full output length, if the server supports ignore_eos."""
     temperature: float = 0.0
@@ -68,26 +68,26 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrency: Annotated[int, option(ge=0)] = 0
     """Maximum number of concurrent requests; the client's waiting time is not part of latencies. 0: no limit."""
     trace_speedup: Annotated[float, option(gt=0)] = 1.0
-    """Factor by which a trace is played faster."""
+    """Factor that divides the arrival times of a trace: 2 sends its requests twice as fast."""
     num_warmups: Annotated[int, option(ge=0)] = 1
     """Number of warm-up requests, which are not measured."""
     goodput: tuple[str, ...] = ()
     """Latency limits as METRIC:MILLISECONDS, such as ttft:500 tpot:50 e2el:2000; requests within all limits count as
     goodput."""
     percentile_metrics: str = ",".join(METRICS)
-    """Latency metrics to report."""
+    """Latency metrics to report, separated by commas."""
     metric_percentiles: str = "90,95,99"
-    """Percentiles to report in addition to mean and median."""
+    """Percentiles to report in addition to mean and median, separated by commas."""
     json: str = ""
-    """File for the results; -: print them as JSON instead of the table."""
+    """File for the results as JSON; empty: no file, -: print JSON instead of the table."""
     picture: str = ""
-    """File for a plot of latencies and load over time (png, svg or pdf)."""
+    """File for a plot of latencies and load over time (png, svg or pdf); empty: no plot."""
 
     def check(self) -> None:
         """Raise ``PenstockError`` (``invalid``) for lists that cannot be parsed, and files that cannot be written."""
         for name, path in (("json", Path(self.json)), ("picture", Path(self.picture))):
             if str(path) not in (".", "-") and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-                raise invalid(name, f"{path} cannot be written")
+                raise invalid(name, f"{path} cannot be written: set a file in a writable folder")
         if self.picture and not self.picture.endswith(PICTURES):
             raise invalid("picture", f"{self.picture} is not one of {', '.join(PICTURES)}")
         _ = self.headers, self.body, self.limits, self.metrics, self.percentiles
@@ -99,7 +99,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Fields of ``extra_body``."""
+        """``extra_body`` as a dict. Raises ``PenstockError`` (``invalid``) if it is not a JSON object."""
         try:
             return msgspec.json.decode(self.extra_body, type=dict[str, Any])
         except msgspec.MsgspecError as error:
@@ -115,7 +115,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def metrics(self) -> list[str]:
-        """Latency metrics to report."""
+        """Names in ``percentile_metrics``, in the order of ``METRICS``."""
         given = self.percentile_metrics.split(",")
         if unknown := set(given) - set(METRICS):
             raise invalid("percentile_metrics", f"{min(unknown)} is not one of {', '.join(METRICS)}")

@@ -44,7 +44,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Token counts of the server."""
+    """Token counts reported by the server."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -52,7 +52,7 @@ class Usage(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """Payload of an event; the last one of a stream may have only ``usage``."""
+    """Payload of an event; the last event of a stream may have only ``usage``."""
 
     choices: list[Choice] = []
     usage: Usage | None = None

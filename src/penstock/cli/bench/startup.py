@@ -32,7 +32,11 @@ STOP_TIMEOUT = 60.0  # seconds from SIGTERM to exit, without open requests
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--num-iters", type=int, default=3, metavar="N", help="number of starts, reported apart from the first (3)"
+        "--num-iters",
+        type=int,
+        default=3,
+        metavar="N",
+        help="number of starts (default: 3); the first one is reported separately",
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     add_options(parser)
@@ -114,7 +118,7 @@ class Server:
             raise self._failure(f"exited with status {status} after SIGTERM")
 
     def wait_for(self, *statuses: int) -> float:
-        """Poll ``/ready`` until it returns one of the statuses; returns the time."""
+        """Poll ``/ready`` until it returns one of the statuses; returns the time (``perf_counter``)."""
         while self._process.poll() is None:
             try:
                 with closing(self._connect(POLL_TIMEOUT)) as connection:
@@ -122,12 +126,12 @@ class Server:
                     if connection.getresponse().status in statuses:
                         return time.perf_counter()
             except (OSError, http.client.HTTPException):
-                pass  # not listening yet
+                pass  # the server is not listening yet
             time.sleep(POLL_INTERVAL)
         raise self._failure(f"exited with status {self._process.returncode} before it was ready")
 
     def request_token(self) -> float:
-        """Request one token; returns the time of its arrival."""
+        """Request one token; returns the time of its arrival (``perf_counter``)."""
         with closing(self._connect(None)) as connection:
             connection.request("GET", "/v1/models")
             models = self._checked(connection.getresponse()).read()

@@ -36,7 +36,7 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     """Arrival times of requests at ``rate`` per second with gamma-distributed gaps.
 
     Burstiness is the shape of the gamma distribution: 1 is a Poisson process, less is burstier, inf is even. As in
-    vLLM, times are scaled so that the last request arrives at ``count / rate``, whatever the seed.
+    vLLM, times are scaled so that the last request arrives at ``count / rate`` for any seed.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -87,11 +87,11 @@ def read_trace(
             lines = itertools.chain([first := file.readline()], file)
             rows = list(itertools.islice((_mooncake if first.startswith("{") else _azure)(lines), count))
     except OSError as error:
-        raise invalid("dataset_path", f"{path}: {error.strerror}") from error
+        raise invalid("dataset_path", f"{path} cannot be read: {error.strerror}") from error
     except (KeyError, ValueError) as error:
         raise invalid("dataset_path", f"{path} is neither a Mooncake JSONL nor an Azure CSV trace: {error}") from error
     if not rows:
-        raise invalid("dataset_path", f"{path} has no rows")
+        raise invalid("dataset_path", f"{path} has no rows: give a trace with at least one request")
     started = rows[0].at
     return [
         Request(
@@ -136,6 +136,6 @@ def _truncate(parts: Iterable[Part], length: int) -> tuple[Part, ...]:
 
 
 def warmups(requests: list[Request], count: int) -> list[Request]:
-    """Warm-up requests with the same lengths, whose prompts share no prefix with others."""
+    """Warm-up requests with the lengths of ``requests``. Their prompts share no prefix with any other prompt."""
     shapes = itertools.islice(itertools.cycle(requests), count)
     return [Request(((WARMUPS + i, shape.input_len),), shape.output_len) for i, shape in enumerate(shapes)]

@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "standard input (default: type the results)",
     )
     parser.add_argument("--temperature", type=float, help="sampling temperature; 0: greedy (default: the model's)")
-    parser.add_argument("--top-p", type=float, help="probability of the tokens to sample from (default: the model's)")
+    parser.add_argument(
+        "--top-p", type=float, help="cumulative probability for nucleus sampling (default: the model's)"
+    )
     parser.add_argument("--max-tokens", type=int, help="maximum tokens of an answer (default: limited by the context)")
     parser.add_argument("--sampling-seed", type=int, help="seed for reproducible sampling (default: random)")
     server = parser.add_argument_group("chat with a server instead of a local engine")
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 def _backend(args: argparse.Namespace) -> Engine | Server:
     if args.url is None:
         if args.model_name is not None or args.key is not None:
-            raise invalid("url", "is missing: --model-name and --api-key are for servers")
+            raise invalid("url", "is required with --model-name and --api-key, which are for servers")
         from .engine_backend import Engine
 
         if args.model_tag is not None:

@@ -17,7 +17,7 @@ class Answer:
     text: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
-    """Tool calls. Until the answer ends, the arguments of the last one may be incomplete."""
+    """Tool calls. Until the answer ends, the arguments of the last call may be incomplete."""
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     """Number of prompt tokens; None: unknown."""
@@ -30,7 +30,7 @@ class ContextFull(Exception):
 
 
 class Backend(Protocol):
-    """A model that answers."""
+    """Source of answers: a local engine, or a model on a server."""
 
     about: str
     """Description for the user."""

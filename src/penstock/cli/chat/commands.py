@@ -1,4 +1,4 @@
-"""Slash commands."""
+"""Slash commands of ``penstock chat``."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ COMMANDS = {
     "image": Command("FILE or URL", "send an image with the next message; pasting a path also works", _image),
     "tools": Command("FILE", "load tools from a JSON file (none: remove them); without FILE, list them", _tools),
     "reasoning": Command(
-        "show or fold", "show or hide reasoning; without argument, print that of the last answer", _reasoning
+        "show or fold", "show or hide reasoning; without argument, print the last answer's reasoning", _reasoning
     ),
     "undo": Command("", "remove the last message and its answer", _undo),
     "regenerate": Command("", "answer the last message again (also /retry)", lambda session, _: session.ask_again()),

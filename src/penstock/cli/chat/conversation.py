@@ -74,7 +74,7 @@ class Conversation:
         return [*self.messages, self._unanswered]
 
     def answered(self, text: str, calls: Sequence[ToolCall] = ()) -> None:
-        """Add the pending question, if any, and its (possibly incomplete) answer."""
+        """Add an answer, which may be incomplete, and the question if it is pending (not after tool results)."""
         answer: Message = {"role": "assistant", "content": text}
         if calls:
             answer = {"role": "assistant", "content": text or None, "tool_calls": [call.as_dict() for call in calls]}
@@ -82,7 +82,7 @@ class Conversation:
         self._unanswered = None
 
     def add_result(self, call: ToolCall, result: str) -> None:
-        """Add the result of a tool call of the last answer."""
+        """Add the result of a tool call in the last answer."""
         self._turns.append({"role": "tool", "content": result, "tool_call_id": call.id})
 
     def undo(self) -> str:
@@ -105,7 +105,7 @@ class Conversation:
         if name not in FIELDS:
             raise invalid("set", f"there is no parameter {name}{did_you_mean(name, FIELDS)}")
         if name == TEMPLATE_KWARGS and not isinstance(value, dict | None):
-            raise invalid(name, 'must be a JSON object such as {"enable_thinking": true}')
+            raise invalid(name, f'must be a JSON object such as {{"enable_thinking": true}}, is {value!r}')
         rest = {other: kept for other, kept in self.sampling.items() if other != name}
         value = [value] if name in LISTS and not isinstance(value, list | None) else value
         changed = rest if value is None else rest | {name: value}
@@ -135,7 +135,7 @@ class Conversation:
         """Remove the last question and all later messages; returns the question."""
         questions = [index for index, message in enumerate(self._turns) if message["role"] == "user"]
         if not questions:
-            raise PenstockError(Code.NOT_FOUND, "there is no message yet")
+            raise PenstockError(Code.NOT_FOUND, "there is no message yet: send one first")
         question = self._turns[questions[-1]]
         del self._turns[questions[-1] :]
         return question

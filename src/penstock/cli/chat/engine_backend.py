@@ -45,7 +45,7 @@ class Engine:
     async def answer(self, messages: list[Message], conversation: Conversation) -> AsyncGenerator[Answer, None]:
         processor = self._llm.gateway.input_processor
         if conversation.tools and processor.chats.response_formats().tools is None:
-            raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template does not support them")
+            raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template does not support tools")
         given = to_sampling_params(conversation.sampling)
         names = conversation.sampling.keys() - {TEMPLATE_KWARGS}
         changes = {"max_tokens": None} | {name: getattr(given, name) for name in names}

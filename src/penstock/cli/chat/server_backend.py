@@ -18,7 +18,7 @@ from .conversation import Conversation, Message
 from .tools import ToolCall
 
 CONNECT_TIMEOUT = 10.0
-"""Seconds. Responses have no time limit."""
+"""Maximum seconds to connect. Responses have no time limit."""
 UNLISTED = (404, 405, 501)
 """Statuses of servers that do not list models; they need ``--model-name``."""
 
@@ -41,7 +41,7 @@ class FunctionDelta(msgspec.Struct):
 
 
 class ToolCallDelta(msgspec.Struct):
-    """Delta of a tool call; the first one has id and name."""
+    """Delta of a tool call; the first delta of a call has its id and name."""
 
     function: FunctionDelta
     index: int | None = None
@@ -69,7 +69,7 @@ class Server:
 
     Args:
         url: URL of the API, including ``/v1``.
-        key: API key; None: none is sent.
+        key: API key; None: no key is sent.
         name: name of the model; None: the first one that the server lists.
     """
 
@@ -128,7 +128,7 @@ class Server:
             raise invalid("url", f"{self._url} lists no models: check that it ends with /v1") from error
         known = {model.id: model.max_model_len for model in listed}
         if not known:
-            raise invalid("url", f"{self._url} lists no models")
+            raise invalid("url", f"{self._url} lists no models: load a model on the server")
         self._name = self._name or next(iter(known))
         self.context = known.get(self._name)
         self.about = f"{self._name} at {self._url}"

@@ -28,13 +28,13 @@ SPINNER_DELAY = 1.0
 
 @dataclass
 class SessionStatistics:
-    """Statistics of the session."""
+    """Statistics of all answers in the session."""
 
     answers: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    """Total time from questions to the end of their answers. Times between tokens would say little about short
-    answers, as tokens arrive in groups."""
+    """Total time from questions to the end of their answers. Inter-token times would be inaccurate for short answers,
+    as tokens arrive in groups."""
 
     @property
     def speed(self) -> float:
@@ -94,7 +94,7 @@ class Session:
         self._answer(self.conversation.ask(question))
 
     def ask_again(self) -> None:
-        """Send the last message again, as ``ask``."""
+        """Send the last message again and print the answer. Raises ``PenstockError`` like ``ask``."""
         self._answer(self.conversation.ask_again())
 
     def _line(self, line: str) -> None:
@@ -168,14 +168,14 @@ class Session:
         return None if stream.stopped else answer
 
     def _result(self, call: ToolCall) -> str | None:
-        """Get the result of a tool call from the command or the user; None without a result."""
+        """Get the result of a tool call from the command or the user; None if the user gives no result."""
         self.terminal.print_line(f"tool call: {call.name}({call.arguments})")
         if self.tool_command:
             agreed = self.terminal.ask(f"run {self.tool_command} {call.name}? [y/N] ")
             if agreed is None:
                 return None
             if agreed.strip().lower() in ("y", "yes"):
-                with self.terminal.interruptible(lambda: None):  # Ctrl-C is the command's
+                with self.terminal.interruptible(lambda: None):  # the command handles Ctrl-C
                     result = run_tool(self.tool_command, call)
                 self.terminal.note(f"result: {result}")
                 return result

@@ -27,7 +27,7 @@ class Stream(Generic[T]):
         self.stop()
 
     def __iter__(self) -> Iterator[T]:
-        """Yield the items; raises exceptions of the generator."""
+        """Yield the generator's items, and raise its exceptions."""
         while (item := self._queue.get()) is not None:
             yield item[0]
         if not self.stopped:

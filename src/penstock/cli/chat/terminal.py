@@ -154,7 +154,7 @@ def _history() -> Iterator[None]:
     """Enable line editing with a history, which is saved in a file."""
     try:
         import readline
-    except ImportError:  # lines can be read without it
+    except ImportError:  # without readline, input() has no line editing
         yield
         return
     path = user_folder("XDG_STATE_HOME", ".local/state") / "penstock" / "chat_history"
@@ -164,6 +164,6 @@ def _history() -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # read-only home folder
+        with suppress(OSError):  # the home folder may be read-only
             path.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(path)

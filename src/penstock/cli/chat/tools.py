@@ -59,7 +59,7 @@ def run_tool(command: str, call: ToolCall) -> str:
     """Run ``COMMAND NAME`` with the call's arguments on standard input. Returns its standard output for the model, with
     exit status and standard error if it fails.
 
-    Raises ``PenstockError`` (``not_found``) if it cannot be started.
+    Raises ``PenstockError`` (``not_found``) if the command cannot be started.
     """
     try:
         done = subprocess.run(

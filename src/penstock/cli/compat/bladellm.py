@@ -81,7 +81,7 @@ def quantize() -> int:
 
 
 def split() -> int:
-    """Write an engine folder; returns the exit status."""
+    """Pack a checkpoint's weights for each rank into an engine folder; returns the exit status."""
     parser = _parser("blade_llm_split", "Pack a checkpoint's weights for each rank into an engine folder.")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="number of ranks (default: 1)")
     return exit_status(parser, lambda: _split(parser.parse_args()))
@@ -123,7 +123,7 @@ def _write_quantized(args: argparse.Namespace) -> None:
         print(f"--cpu_offload is ignored: {UNUSED['cpu_offload']}", file=sys.stderr)
     texts, file = tuple(args.calib_data or ()), args.calib_data_file or ""
     if texts and file:
-        raise invalid("calib_data", "cannot be combined with calib_data_file")
+        raise invalid("calib_data", "cannot be combined with calib_data_file: omit one of them")
     write_quantized(
         args.model, args.output_dir, msgspec.structs.replace(METHODS[kind], calib_texts=texts, calib_dataset=file)
     )

@@ -1,7 +1,7 @@
 """Output folders of TensorRT-LLM's commands, which record the checkpoint, its quantization and limits.
 
 Checkpoints are not converted, so ``convert_checkpoint.py`` and ``quantize.py`` write only a ``config.json`` with
-TensorRT-LLM's names. ``trtllm-build`` writes an engine folder (``penstock build``), whose ``config.json`` also has
+TensorRT-LLM's names. ``trtllm-build`` writes an engine folder (``penstock build``). Its ``config.json`` also has
 ``pretrained_config`` and ``build_config``.
 """
 
@@ -97,7 +97,7 @@ def check(folder: Path, allowed: str = "") -> None:
 
 
 def write(folder: Path, config: Mapping[str, Any], allowed: str = "") -> None:
-    """Write the configuration. Other arguments and errors as for ``check``."""
+    """Write ``config`` to ``config.json``. Folder, ``allowed`` and errors are as for ``check``."""
     check(folder, allowed)
     try:
         (folder / NAME).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from penstock.core.errors import invalid
 
 
 def main(arguments: list[str]) -> int:
-    """Print the filled template, or change the file; returns the exit status."""
+    """Print the filled template, or write it to the file (``--in_place``); returns the exit status."""
     try:
         _fill(arguments)
     except (OSError, PenstockError) as error:

@@ -39,13 +39,15 @@ class MergedSettings:
         """Add settings of a file. Raises ``PenstockError`` (``invalid``) if two files contradict each other."""
         for name, value in flags.items():
             if self.flags.setdefault(name, value) != value:
-                raise invalid(source, f"has the value {value!r}, but {self.sources[name]} has {self.flags[name]!r}")
+                raise invalid(
+                    source, f"is {value!r}, but {self.sources[name]} is {self.flags[name]!r}: set the same value"
+                )
             self.sources.setdefault(name, source)
 
 
 @dataclass
 class File:
-    """A ``config.pbtxt``."""
+    """A ``config.pbtxt`` file of the repository."""
 
     path: Path
     config: Any
@@ -88,7 +90,7 @@ def read(repository: Path, engines: str = "", overridden: Collection[str] = (), 
 
     Args:
         engines: expected names of the engines, separated by commas.
-        overridden: settings that override those of each engine's files.
+        overridden: names of settings that other arguments set: the engines' files do not set them.
         world_size: number of ranks given to the launcher; "1" also in orchestrator mode, where it starts no ranks.
     """
     if not (paths := sorted(repository.glob("*/config.pbtxt"))):
@@ -103,7 +105,9 @@ def read(repository: Path, engines: str = "", overridden: Collection[str] = (), 
     for name, flags in result.items():
         ranks = flags.get("tensor_parallel_size", 1) * flags.get("pipeline_parallel_size", 1)
         if world_size not in ("1", str(ranks)):
-            message = f"is {world_size}, but the engine of {name} is for {ranks} ranks (tp_size times pp_size)"
+            message = (
+                f"is {world_size}, but the engine of {name} has {ranks} ranks (tp_size times pp_size): set {ranks}"
+            )
             raise invalid("world_size", message, ranks)
     if list(result) == [ENGINE] and all(file.name == file.kind for file in files):
         return result[ENGINE]
@@ -150,7 +154,7 @@ def _file(path: Path) -> File:
 
 
 def _group_by_engine(repository: Path, files: list[File]) -> dict[str, list[File]]:
-    """Group files by engine: its ``config.pbtxt``, and those of the models that use it."""
+    """Group files by engine: the engine's ``config.pbtxt``, and the files of the models that use the engine."""
     groups = {file.name: [file] for file in files if file.kind == ENGINE}
     if not groups:
         raise invalid("model_repository", f"{repository} has no tensorrt_llm model, which names the engine folder")
@@ -188,7 +192,7 @@ def _settings(files: list[File]) -> dict[str, Any]:
         if windows := file.text("max_attention_window_size"):
             _check_windows(f"{file.path}: max_attention_window_size", attention_windows(windows), built)
         if (text := file.text("gpu_device_ids")) and (count := len(device_groups(text)[0])) != ranks:
-            message = f"has {count} devices per instance, but the engine is for {ranks} ranks (tp_size times pp_size)"
+            message = f"has {count} devices per instance, but must have {ranks}, the ranks of the engine"
             raise invalid(f"{file.path}: gpu_device_ids", message, ranks)
     return built | _drafts(result.flags)
 
@@ -214,7 +218,7 @@ def _drafts(flags: Flags) -> dict[str, Any]:
     for name in CHOICES.keys() & flags:
         given = json.loads(result.get("speculative_config", "{}"))
         if given.get("method", CHOICES[name]) != CHOICES[name]:
-            raise invalid(name, f"requires the decoding_mode {CHOICES[name]}")
+            raise invalid(name, f"requires the decoding_mode {CHOICES[name]}, is {given['method']}")
         result["speculative_config"] = json.dumps({"method": CHOICES[name], name: flags[name]})
     return result
 

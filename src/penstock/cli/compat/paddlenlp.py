@@ -98,7 +98,7 @@ def _run_on_first_rank(work: Callable[[], int]) -> int:
         return work()
     rank, here, everywhere = [int(os.environ[name]) for name in names]
     if here != everywhere and os.environ.get("MP_NNODE", "1") == "1":
-        message = f"is 1, but mpirun started {everywhere} ranks, only {here} of them on this node"
+        message = f"is 1, but mpirun started {everywhere} ranks, only {here} of them on this node: set MP_NNODE"
         raise invalid("MP_NNODE", message)
     if rank:
         return 0

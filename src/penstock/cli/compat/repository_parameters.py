@@ -28,7 +28,7 @@ Flags = Mapping[str, Any]
 
 
 def must_be(first: str, *more: str, why: str) -> Alias:
-    """Alias that accepts the given values, without effect; others are rejected."""
+    """Alias that accepts the given values, without effect; other values are rejected for the reason ``why``."""
     allowed = (first, *more)
 
     def read(text: str) -> Flags:
@@ -40,7 +40,7 @@ def must_be(first: str, *more: str, why: str) -> Alias:
 
 
 def omitted(why: str) -> Alias:
-    """Alias that must be omitted."""
+    """Alias of a parameter that must be omitted for the reason ``why``."""
     return refused(f"{why}; omit it")
 
 
@@ -146,7 +146,7 @@ PARAMETERS: Mapping[str, Mapping[str, Alias]] = {
         "speculative_decoding_fast_logits": must_be("false", "0", why="use --speculative-config for draft models"),
         "num_nodes": must_be("1", why="use --nnodes to run a model on several nodes"),
         "participant_ids": ignored("the server starts its ranks"),
-        "cross_kv_cache_fraction": ignored("it is for encoder-decoder models"),
+        "cross_kv_cache_fraction": ignored("encoder-decoder models are not served as tensorrt_llm"),
         **dict.fromkeys(
             ("cuda_graph_mode", "cuda_graph_cache_size"), ignored("use --enforce-eager to turn CUDA graphs off")
         ),
@@ -156,7 +156,7 @@ PARAMETERS: Mapping[str, Mapping[str, Alias]] = {
         "normalize_log_probs": must_be("true", why="logprobs are always normalized"),
         **dict.fromkeys(
             ("kv_cache_onboard_blocks", "enable_trt_overlap", "executor_worker_path", "FORCE_CPU_ONLY_INPUT_TENSORS"),
-            ignored("it is for TensorRT-LLM's executor"),
+            ignored("TensorRT-LLM's executor is not used"),
         ),
         **dict.fromkeys(
             (

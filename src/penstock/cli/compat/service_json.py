@@ -20,7 +20,7 @@ from ..parser import Parser
 logger = logging.getLogger(__name__)
 
 COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*')
-"""Comments, or (group 1) strings, in which ``//`` is not a comment."""
+"""A comment, or a string (group 1), as ``//`` in a string does not begin a comment."""
 COMMANDS = (["blade_llm_server"], ["penstock", "serve"])
 MIB = 2**20
 
@@ -89,7 +89,7 @@ def _read(path: Path) -> Document:
     parts += [("containers[0].", container, Container) for container in given["containers"][:1]]
     for where, part, schema in parts:
         for name in part.keys() - set(schema.__struct_fields__):
-            _log_ignored(f"{where}{name}", "it is for EAS")
+            _log_ignored(f"{where}{name}", "only EAS uses this field")
     return result
 
 
@@ -107,7 +107,9 @@ def _arguments(document: Document) -> list[str]:
     arguments = arguments[len(begin) :]
     known, _ = _options().parse_known_args(arguments)
     if known.port != container.port:
-        message = f"containers[0].port is {container.port}, but --port of its command is {known.port}"
+        message = (
+            f"containers[0].port is {container.port}, but --port of its command is {known.port}: set the same port"
+        )
         raise invalid("service_json", message)
     if container.image:
         _log_ignored("containers[0].image", "no image is started")
@@ -132,7 +134,7 @@ def _check(storage: Storage) -> None:
     path = Path(storage.mount_path)
     if storage.empty_dir is None:
         if not path.exists():
-            source = storage.oss.path if storage.oss else "its storage"
+            source = storage.oss.path if storage.oss else "the service's storage"
             raise invalid("service_json", f"{path} does not exist: copy the content of {source} to it, or mount it")
     elif not path.exists():
         _log_ignored(f"storage {path}", "the folder does not exist and is not needed")
@@ -162,7 +164,7 @@ def _limits(metadata: Metadata, model: str, share: float) -> list[str]:
 
 
 def _memory(metadata: Metadata, model: str, share: float) -> list[str]:
-    """Flags for the memory limit. On CPUs, the KV cache gets the share ``share`` of the memory left by the weights."""
+    """Flags for the memory limit. On CPUs, the KV cache gets ``share`` (0 to 1) of the memory left by the weights."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if metadata.gpu != 0:
         _log_ignored("metadata.memory", "with a GPU it does not limit the KV cache")

@@ -2,8 +2,8 @@
 
 Checkpoints are neither converted nor compiled. The first two commands check their arguments and record them in
 ``config.json`` (``engine_folder.py``); ``trtllm-build`` packs the weights (``penstock build``) for ``tritonserver``.
-Formats with calibration are quantized like ``penstock quantize`` to a checkpoint in the output folder; others are
-quantized when weights are packed.
+Formats with calibration are quantized like ``penstock quantize`` to a checkpoint in the output folder; other formats
+are quantized when weights are packed.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ BUILD_IGNORED = {
     "opt_num_tokens": NO_KERNELS,
     "opt_batch_size": NO_KERNELS,
 }
-"""Ignored flags with a value, and the reason."""
+"""Reason why a flag with a value is ignored, by flag."""
 BUILD_SWITCHES = dict.fromkeys(
     ("gather_context_logits", "gather_generation_logits", "gather_all_token_logits"),
     "requests can ask for logits, up to --max-logits-size",
 )
-"""Ignored flags without a value, and the reason."""
+"""Reason why a flag without a value is ignored, by flag."""
 
 
 def convert_checkpoint() -> int:
@@ -110,7 +110,7 @@ def build() -> int:
     for name in BUILD_LIMITS:
         parser.add_argument(f"--{name}", type=int, help=f"{name.replace('_', ' ')} of the server")
     for name, about in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, help=f"number of {about}; must be that of the checkpoint")
+        parser.add_argument(f"--{name}", type=int, help=f"number of {about}; must equal the checkpoint's")
     parser.add_argument("--paged_kv_cache", default="enable", help=f"must be enable: {ALWAYS_PAGED}")
     for name, why in BUILD_IGNORED.items():
         parser.add_argument(f"--{name}", help=f"ignored: {why}")
@@ -125,7 +125,9 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_dir", type=Path, required=True, help="output folder for config.json")
-    parser.add_argument("--dtype", default="auto", help=f"computation in {', '.join(DTYPES)} (default: auto)")
+    parser.add_argument(
+        "--dtype", default="auto", help=f"data type of the computation: {', '.join(DTYPES)} (default: auto)"
+    )
     for name, about in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=1, help=f"number of {about} (default: 1)")
 
@@ -160,7 +162,7 @@ def _quantize(args: argparse.Namespace) -> str:
     _check_common(args)
     if args.calib_dataset and not Path(args.calib_dataset).exists():
         raise invalid("--calib_dataset", f"{args.calib_dataset} does not exist: give a file or folder of texts")
-    engine_folder.pretrained_config(args.model_dir, args.dtype, None, None)  # raises an error without checkpoint
+    engine_folder.pretrained_config(args.model_dir, args.dtype, None, None)  # raises an error without a checkpoint
     engine_folder.check(args.output_dir, engine_folder.QUANTIZED)
     given = {setting: value for name, setting in CALIBRATION.items() if (value := getattr(args, name)) is not None}
     checkpoint = args.output_dir / engine_folder.QUANTIZED

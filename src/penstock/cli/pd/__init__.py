@@ -1,4 +1,4 @@
-"""``penstock pd``: start prefill and decode instances with a router on this machine; ``penstock pd status``."""
+"""``penstock pd``: start prefill and decode instances with a router on this machine, or show a router's instances."""
 
 from __future__ import annotations
 

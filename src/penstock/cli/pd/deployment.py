@@ -44,7 +44,7 @@ OWN = (
     "decode_instances",
     "cpu_binding",
 )
-"""Options that differ between the processes."""
+"""Options that ``penstock pd`` sets separately for each process."""
 KV_CACHE_SIZES = (
     "num_gpu_blocks_override",
     "kv_cache_memory_bytes",
@@ -56,10 +56,10 @@ KV_CACHE_SIZES = (
 
 
 class _Process:
-    """A ``penstock serve`` process, whose log lines are printed with its name in front.
+    """A ``penstock serve`` process. Its log lines are printed with its name as prefix.
 
     Args:
-        cores: cores that it may use.
+        cores: CPU cores that the process may use.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], cores: set[int]) -> None:
@@ -163,7 +163,8 @@ def _all_serve(processes: Sequence[_Process], url: str, api_key: str) -> bool:
     deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline:
         if ended := _ended(processes):
-            print(f"penstock pd: {ended.name} could not start", file=sys.stderr)
+            status = ended.process.returncode
+            print(f"penstock pd: {ended.name} exited with status {status} before it was ready", file=sys.stderr)
             return False
         try:
             ready = [one for one in instances(url, api_key) if one["state"] == "ready"]
@@ -181,7 +182,7 @@ def _ended(processes: Sequence[_Process]) -> _Process | None:
 
 
 def _given(configuration: Configuration) -> dict[str, object]:
-    """Options that differ from their defaults, by name, without those of ``OWN``."""
+    """Options that differ from their defaults, by name, except the options ``OWN``."""
     sections = msgspec.to_builtins(configuration)
     return {
         name: value

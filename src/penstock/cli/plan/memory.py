@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--extend-ratio", type=float, default=1.0, help=ratio)
     group.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU (default: plan for this host)")
     group.add_argument(
-        "--activation-memory", type=float, default=0.0, metavar="GIB", help="for activations (default: 0)"
+        "--activation-memory", type=float, default=0.0, metavar="GIB", help="memory for activations (default: 0)"
     )
     add_options(parser)
 
@@ -141,7 +141,8 @@ def _blocks(options: EngineOptions, longest: int, room: int, size: int) -> int:
     if options.kv_cache_sequences and not options.kv_cache_memory_bytes:
         return blocks_of_sequences(options.kv_cache_sequences, longest, options.block_size)
     if room < size:
-        raise invalid("model", f"its weights leave {room / GB:.2f} GB, less than one KV block ({size / GB:.4f} GB)")
+        needed = f"less than one KV block ({size / GB:.4f} GB): use more memory or ranks, or quantize the weights"
+        raise invalid("model", f"its weights leave {room / GB:.2f} GB, {needed}")
     return room // size
 
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     with _screen() if on_screen else suppress(KeyboardInterrupt):
         problem, first = "", True
         while True:
-            if on_screen or not first:  # rates need two updates; a screen shows the first one meanwhile
+            if on_screen or not first:  # rates need two updates: without a screen, the first is not shown
                 width, height = shutil.get_terminal_size()
                 lines = render(history, args.url, width, height if on_screen else None, glyphs)
                 _show([*lines, *([problem] if problem else [])], on_screen)
@@ -95,7 +95,7 @@ def _screen() -> Iterator[None]:
 
 
 def _wait(seconds: float, with_keys: bool) -> bool:
-    """Wait; returns True if q was pressed."""
+    """Wait for ``seconds``, or until q is pressed; returns True if q was pressed."""
     if not with_keys or not sys.stdin.isatty():
         time.sleep(seconds)
         return False
@@ -120,7 +120,7 @@ def reason(url: str, error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
         messages = {
             401: "the server requires an API key: set --api-key or PENSTOCK_API_KEY",
-            404: "it is not a Penstock server, or runs with --no-web",
+            404: "this is not a Penstock server, or it runs with --no-web",
         }
         return f"{url}: {messages.get(error.code, f'the server returned status {error.code}')}"
     return f"{url} does not respond: {getattr(error, 'reason', error)}"

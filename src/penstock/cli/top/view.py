@@ -1,4 +1,4 @@
-"""Text of ``penstock top``."""
+"""Rendering of ``penstock top`` as lines of text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Glyphs(NamedTuple):
 
 BLOCKS = Glyphs("█", "░", "▁▂▃▄▅▆▇█")
 ASCII = Glyphs("#", ".", "_.-=+*%#")
-"""Glyphs for terminals whose encoding lacks block characters."""
+"""Glyphs for terminals with an encoding that lacks block characters."""
 COLUMNS = (
     ("REQUEST", "id"),
     ("STATE", "state"),
@@ -169,7 +169,7 @@ def _cell(field: str, value: Any) -> str:
 
 
 def _sparkline(steps: list[Answer], width: int, heights: str) -> str:
-    """One character per step, whose height is the number of tokens."""
+    """One character per step; its height shows the number of tokens."""
     tokens = [sum(part[1] for part in step["parts"]) for step in steps[-width:]]
     most = max(1, *tokens)
     return "".join(heights[min(len(heights) - 1, len(heights) * count // (most + 1))] for count in tokens)
@@ -188,7 +188,7 @@ def _total_requests(answer: Answer) -> float:
 
 
 def _model(answer: Answer, name: str) -> Answer:
-    """Find a model in a response; without metrics if it is not loaded."""
+    """Find a model in a response; without metrics if the model is not loaded."""
     empty: Answer = {"counters": {}, "histograms": {}}
     return next((model for model in answer["models"] if model["name"] == name), empty)
 

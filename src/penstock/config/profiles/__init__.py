@@ -38,12 +38,12 @@ class DerivedMetric(NamedTuple):
 
 
 def share(help: str, part: str, whole: str) -> DerivedMetric:
-    """Gauge of the ratio of two metrics; 0 while the second is 0."""
+    """Gauge ``part / whole`` of two of Penstock's metrics; 0 while ``whole`` is 0."""
     return DerivedMetric(help, lambda metrics, options: metrics[part] / max(metrics[whole], 1))
 
 
 def same(help: str, name: str) -> DerivedMetric:
-    """Gauge with the value of a metric."""
+    """Gauge with the value of Penstock's metric ``name``."""
     return DerivedMetric(help, lambda metrics, options: metrics[name])
 
 
@@ -90,7 +90,7 @@ def all_ignored(why: str, names: str, switches: str = "") -> dict[str, Alias]:
 
 
 COMBINED = Alias(read=lambda text: {})
-"""Alias that ``Profile.together`` evaluates in combination with others."""
+"""Alias that ``Profile.together`` evaluates together with other names."""
 
 
 def only_value(value: str, why: str, short: str = "") -> Alias:
@@ -122,7 +122,7 @@ def refused(
     """Alias that is rejected for the given reason.
 
     Args:
-        unless: values without effect, in lower case, which are accepted; for a switch, ``false`` always is.
+        unless: values without effect, in lower case, which are accepted. A switch also accepts ``false``.
     """
     accepted = ("", "false", *unless) if switch else unless
 
@@ -157,13 +157,13 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def on(text: str) -> bool:
-    """Parse a boolean: a switch on the command line, ``True`` or ``False`` in Python."""
+    """Parse ``true`` or ``false``, in any case. Raises ``ValueError`` for other texts."""
     return one_of({"true": True, "false": False})(text)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Names and defaults of another system."""
+    """Flags, environment variables, defaults and metrics of another system."""
 
     name: str
     title: str
@@ -173,7 +173,7 @@ class Profile:
     flags: Mapping[str, Alias] = field(default_factory=dict)
     """The system's flags, by name without leading dashes and with ``_``."""
     variables: Mapping[str, Alias] = field(default_factory=dict)
-    """The system's environment variables."""
+    """The system's environment variables, by name."""
     prefixes: tuple[str, ...] = ()
     """Prefixes of the system's environment variables. Unknown variables with such a prefix are logged, or rejected if
     their names are security-related."""
@@ -182,7 +182,7 @@ class Profile:
     together: Callable[[Mapping[str, str]], Settings] = lambda given: iter(())
     """Yields settings that depend on several names. Raises ``PenstockError`` (``invalid``)."""
     defaults_for: Callable[[Mapping[str, str]], Mapping[str, Any]] = lambda given: {}
-    """Returns defaults that depend on other options."""
+    """Returns defaults, by Penstock's settings, that depend on the given names."""
     metrics: Mapping[str, str | DerivedMetric] = field(default_factory=dict)
     """The system's metrics, with Penstock's name (without ``penstock:``) or a derived metric. A key ``name.label`` is a
     sample of ``name`` with the label ``label="label"``."""

@@ -55,7 +55,7 @@ def _media_kwargs(text: str) -> str:
         kind, _, key = name.partition("_")
         if kind not in ("image", "video"):
             kept[name] = value
-        elif value not in (None, -1):  # unset
+        elif value not in (None, -1):  # FastDeploy's values for "not set"
             key = "num_frames" if key == "target_frames" else key
             kept.setdefault(f"{kind}s_kwargs", {})[key] = value
     return json.dumps(kept) if kept else ""

@@ -63,4 +63,4 @@ FLAGS: Mapping[str, Alias] = {
         ignored(SCHEDULER),
     ),
 }
-"""Flags that do not change responses are ignored; the others are rejected."""
+"""Flags that do not change responses are ignored; flags that would change responses are rejected."""

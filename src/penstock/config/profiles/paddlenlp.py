@@ -23,11 +23,11 @@ FORMATS = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", "a8w8": "w8
 """``quantization`` by the format in the third part of a model's name."""
 
 NODES = r"-(\d+)nodes\Z"
-"""Number of nodes in a model's name."""
+"""Pattern of the number of nodes at the end of a model's name."""
 
 
 def nodes_named(name: str) -> int | None:
-    """Number of nodes in a model's name; None if it has none."""
+    """Number of nodes in a model's name; None if the name has no number of nodes."""
     found = re.search(NODES, [*name.strip("/").split("/"), ""][1])
     return int(found[1]) if found else None
 
@@ -54,14 +54,14 @@ def model_named(name: str) -> Mapping[str, Any]:
 
 def _switch(text: str) -> bool:
     if text not in ("0", "1"):
-        raise ValueError("must be 0 or 1")
+        raise ValueError("it must be 0 or 1")
     return text == "1"
 
 
 def _at_most(maximum: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not 1 <= int(text) <= maximum:
-            raise ValueError(f"must be from 1 to {maximum}")
+            raise ValueError(f"it must be from 1 to {maximum}")
         return int(text)
 
     return read
@@ -70,12 +70,12 @@ def _at_most(maximum: int) -> Callable[[str], int]:
 def _port(text: str) -> int:
     port = int(text)
     if not 1 <= port <= 65535:
-        raise ValueError("must be a port from 1 to 65535")
+        raise ValueError("it must be a port from 1 to 65535")
     return port
 
 
 def _http_port(text: str) -> int:
-    """-1 turns HTTP off."""
+    """Parse a port; -1: no HTTP."""
     return -1 if text == "-1" else _port(text)
 
 
@@ -109,13 +109,13 @@ def _check(given: Mapping[str, str]) -> None:
 
 
 def _addresses(given: Mapping[str, str]) -> tuple[list[str], str]:
-    """Parse ``POD_IPS`` and ``POD_0_IP``."""
+    """Parse ``POD_IPS`` (all nodes) and ``POD_0_IP`` (node 0)."""
     ips = [ip.strip() for ip in given.get("POD_IPS", "").split(",") if ip.strip()]
     return ips, given.get("POD_0_IP", "").strip()
 
 
 def _nodes(given: Mapping[str, str]) -> Settings:
-    """Settings of a multi-node server. Node 0 has the address ``POD_0_IP``; the others follow in their order."""
+    """Settings of a multi-node server. Node 0 has the address ``POD_0_IP``; the next nodes follow ``POD_IPS``."""
     nodes = _count(given, "MP_NNODE")
     if nodes == 1:
         return
@@ -133,7 +133,8 @@ def _check_nodes(given: Mapping[str, str], nodes: int) -> None:
     ips, first = _addresses(given)
     if nodes > 1 and not (ips and first):
         name = "POD_0_IP" if ips else "POD_IPS"
-        raise invalid(name, f"must be set, as MP_NNODE is {nodes}")
+        about = "the address of node 0" if ips else "the addresses of all nodes"
+        raise invalid(name, f"must be set to {about}, as MP_NNODE is {nodes}")
     if first and first not in ips:
         raise invalid("POD_0_IP", f"{first} is not among POD_IPS ({', '.join(ips) or 'none'})")
     if ips and len(ips) != nodes:

@@ -12,12 +12,12 @@ from . import COMBINED, Alias, Profile, Settings, all_ignored, ignored, named, o
 WORDS = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 OFF = tuple(word for word, is_on in WORDS.items() if not is_on)
 LOG_FORMATS = {"default": "text", "iso8601": "text", "text": "text", "json": "json"}
-"""``log_format`` by Triton's ``--log-format``; both of its formats are text."""
+"""``log_format`` by Triton's ``--log-format``; Triton's formats, default and iso8601, are text."""
 ENGINE_SAYS = "the number of ranks is that of the engine folder in --model-repository"
 NO_BACKENDS = "there are no backends to load"
 FIXED_SHAPES = "inputs and outputs of a model do not depend on its config.pbtxt"
 ANY = "0.0.0.0"
-"""Default address."""
+"""Triton's default address to listen on."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOG_FILE = "triton_log.txt"
 """Default log file of ``launch_triton_server.py --log``."""
@@ -41,13 +41,13 @@ def switched(text: str) -> bool:
 
 
 def off(setting: str) -> Callable[[str], Mapping[str, Any]]:
-    """Return a reader of ``allow_…``; false turns the port off."""
+    """Return a reader of a boolean ``allow_…``: false turns off the port ``setting``."""
     return lambda text: {} if switched(text) else {setting: -1}
 
 
 def _one_address(given: Mapping[str, str]) -> None:
-    """Raise ``PenstockError`` (``invalid``) if ports or shared memory would be accessible to more clients than asked:
-    for several different addresses, and for shared memory that cannot be disabled."""
+    """Raise ``PenstockError`` (``invalid``) if ports or shared memory would be accessible to more clients than
+    configured: for several different addresses, and for shared memory that cannot be disabled."""
     host = given.get("--http_address", ANY)
     if given.get("--allow_client_shm", "").lower() in ("false", "0", "off", "no") and host in LOOPBACK:
         raise invalid(

@@ -50,7 +50,7 @@ QUANTIZATIONS = {name: name for name in get_args(QuantizationName)} | dict.fromk
 QUANTIZATIONS |= {"int8_per_channel_weight_only": "wint8"}
 AT_LOAD = dict.fromkeys(
     ("bitsandbytes", "fp_quant", "hqq", "inc", "torchao"),
-    "quantized checkpoints are detected from config.json; to quantize others at load, use wint4, wint8 or w8a8",
+    "quantized checkpoints are detected from config.json; to quantize weights at load, use wint4, wint8 or w8a8",
 )
 """Methods with which vLLM can also quantize at load, and the reason why they have no effect."""
 LOAD_FORMATS = {name: name for name in ("auto", "safetensors", "dummy")}
@@ -73,7 +73,7 @@ def size(text: str) -> int:
 
 
 def _length(text: str) -> int:
-    """Parse a context length; ``auto`` and -1 are 0 (the model's)."""
+    """Parse a context length; ``auto`` and -1 are 0: the model's context length."""
     return 0 if text in ("auto", "-1") else size(text)
 
 
@@ -117,7 +117,7 @@ def _backend(text: str) -> Mapping[str, Any]:
     name, _, given = text.partition(":")
     result: dict[str, Any] = {"guided_decoding_backend": name.lower()}
     for option in filter(None, given.split(",")):
-        if option == "no-fallback":  # no backend falls back to another
+        if option == "no-fallback":  # no effect, as no backend has a fallback
             continue
         if (known := option.replace("-", "_")) not in BACKEND_OPTIONS:
             raise ValueError(f"{option} is not supported; supported options: {', '.join(BACKEND_OPTIONS)}")
@@ -155,7 +155,7 @@ def _speculative(given: Mapping[str, str]) -> Settings:
         return
     source = next(iter(found.values()))[0]
     if "--speculative_config" in given:
-        raise invalid(source, "cannot be combined with --speculative-config")
+        raise invalid(source, "cannot be combined with --speculative-config: unset one of them")
     result = {key: value for key, (_, value) in found.items()}
     if "model" not in result and "method" not in result:
         raise invalid(source, "requires --speculative-model")
@@ -175,7 +175,7 @@ def _generation(text: str) -> Mapping[str, Any]:
 
 
 def pooler(text: str) -> Mapping[str, Any]:
-    """Translate ``pooler_config``."""
+    """Translate ``--pooler-config`` (JSON) to pooling options. Raises ``ValueError`` for unsupported keys."""
     settings: dict[str, Any] = {}
     for name, value in json_object(text).items():
         if value is None or (name, value) == ("enable_chunked_processing", False):
@@ -192,7 +192,7 @@ def pooler(text: str) -> Mapping[str, Any]:
 
 
 def _overrides(text: str) -> Mapping[str, Any]:
-    """Translate ``hf_overrides`` of a generative reranker (Qwen3-Reranker); others are rejected."""
+    """Translate ``hf_overrides`` of a generative reranker (Qwen3-Reranker); other overrides are rejected."""
     given = json_object(text)
     given.pop("architectures", None)
     given.pop("is_original_qwen3_reranker", None)
@@ -203,12 +203,12 @@ def _overrides(text: str) -> Mapping[str, Any]:
 
 
 def _compilation(text: str) -> Mapping[str, Any]:
-    """Translate the CUDA graph options of ``--compilation-config``; levels (``-O3``) have no effect."""
+    """Translate the CUDA graph options of ``--compilation-config``; optimization levels (``-O3``) have no effect."""
     return {} if re.fullmatch(r"\d", text) else cuda_graphs.read_json(text, "cudagraph_mode", ("none", "0"))
 
 
 def _eplb(text: str) -> Mapping[str, Any]:
-    """Translate ``--eplb-config``."""
+    """Translate ``--eplb-config`` (JSON). Raises ``ValueError`` for unsupported keys."""
     names = {"num_redundant_experts": "num_redundant_experts", "log_balancedness": "expert_load"}
     given = json_object(text)
     if unknown := set(given) - set(names):
@@ -252,9 +252,9 @@ FLAGS: Mapping[str, Alias] = {
     "decode_context_parallel_size": only_value("1", COLLECTIVES, short="-dcp"),
     "nnodes": Alias("nnodes", short="-n"),
     "node_rank": Alias("node_rank", short="-r"),
-    "headless": Alias(read=lambda text: {}, switch=True),  # nodes other than node 0 always are
+    "headless": Alias(read=lambda text: {}, switch=True),  # nodes other than node 0 are always headless
     "cpu_offload_gb": only_value("0", NOT_OFFLOADED),
-    "tokenizer_mode": refused("only auto, hf and slow are supported, all the same", unless=("auto", "hf", "slow")),
+    "tokenizer_mode": refused("only auto, hf and slow are supported, with one meaning", unless=("auto", "hf", "slow")),
     "config_format": refused("only config.json is supported: set auto or hf", unless=("auto", "hf")),
     "model_impl": Alias("model_impl", one_of(MODEL_IMPLS)),
     "response_role": only_value("assistant", "the role of responses cannot be changed"),
@@ -292,7 +292,7 @@ FLAGS: Mapping[str, Alias] = {
     "override_pooler_config": Alias(read=pooler),
     "hf_overrides": Alias(read=_overrides),
     "enable_auto_tool_choice": ignored("tool calls are always parsed", switch=True),
-    "enable_prompt_tokens_details": ignored("usage always includes them", switch=True),
+    "enable_prompt_tokens_details": ignored("usage always has prompt_tokens_details", switch=True),
     "enable_request_id_headers": ignored("all responses have X-Request-Id", switch=True),
     "language_model_only": ignored("vision models also accept text-only requests", switch=True),
 }

@@ -182,7 +182,7 @@ IGNORED: Mapping[str, Alias] = {
         ignored(ADAPTER_SIZES, switch=True),
     ),
     "max_cpu_loras": ignored("loaded adapters are not evicted"),
-    "override_neuron_config": ignored("it is for AWS Neuron"),
+    "override_neuron_config": ignored("AWS Neuron is not supported"),
     "numa_bind": ignored("use --cpu-binding to bind ranks to cores", switch=True),
     **named("numa_bind_nodes numa_bind_cpus", ignored("use --cpu-binding to bind ranks to cores", several=True)),
     **named(

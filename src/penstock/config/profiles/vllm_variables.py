@@ -81,10 +81,10 @@ SECURITY: Mapping[str, Alias] = {
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE "
         "VLLM_ALLOW_DEPRECATED_BLOCK_MANAGER_V1 VLLM_DEEPEP_V2_ALLOW_HYBRID_MODE "
         "VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION",
-        ignored("it is not security-related"),
+        ignored("it has no equivalent"),
     ),
 }
-"""Security-related variables, and variables whose names look security-related."""
+"""Security-related variables, and other variables with names that match ``profiles.SECURITY``."""
 
 
 def _limit(name: str) -> Alias:
@@ -92,7 +92,7 @@ def _limit(name: str) -> Alias:
 
     def read(text: str) -> Mapping[str, Any]:
         if int(text) < LIMITS[name]:
-            raise ValueError(f"the limit is {LIMITS[name]} and cannot be lowered")
+            raise ValueError(f"the limit is {LIMITS[name]} and cannot be lowered: unset the variable")
         return {}
 
     return Alias(read=read)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -> EngineOptions:
-    """Validate the options for a model, and adapt them to it.
+    """Check the options against the model. Returns them with the values that encoders and speech models require.
 
     Args:
         folder: folder of the checkpoint.
@@ -40,7 +40,10 @@ def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -
         built.check(folder, {name: getattr(options, name) for name in FIXED_OPTIONS})
     speculative = SpeculativeConfig.read(options.speculative_config)
     if speculative and speculative.method != "ngram" and options.pipeline_parallel_size > 1:
-        message = "speculative_config: with pipeline_parallel_size > 1, only the method ngram is supported"
+        message = (
+            "speculative_config: with pipeline_parallel_size > 1, only the method ngram is supported, not "
+            f"{speculative.method}"
+        )
         raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
     _check_vision(options, config, speculative)
     _check_ranks(options, config)
@@ -58,33 +61,41 @@ def _check_vision(options: EngineOptions, config: ModelConfig, speculative: Spec
         "speculative_config": speculative is not None and speculative.method != "ngram",
     }
     for name in [name for name, is_given in unsupported.items() if is_given]:
-        message = f"{name}: {getattr(options, name)} is not supported for models with image input"
+        message = f"{name}: {getattr(options, name)} is not supported for models with image input; remove this option"
         raise PenstockError(Code.UNSUPPORTED, message, name)
 
 
 def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
-    """Raise ``PenstockError`` for numbers of nodes and ranks among which the model cannot be divided."""
+    """Raise ``PenstockError`` if the model cannot be divided among the given numbers of nodes and ranks."""
     if options.nnodes > 1 or options.node_rank:
         from ..executor.rendezvous import check_nodes
 
         check_nodes(options)
         if options.node_rank:
-            raise invalid("node_rank", "must be 0 for an engine; on other nodes run penstock serve --node-rank", 0)
+            message = f"is {options.node_rank}, must be 0 for an engine; on other nodes run penstock serve --node-rank"
+            raise invalid("node_rank", message, 0)
     if options.pipeline_parallel_size > 1 or options.pipeline_parallel_layers:
         split_layers(size_of(config), options.pipeline_parallel_size, options.pipeline_parallel_layers)
     ranks, expert_parallel = options.tensor_parallel_size, options.enable_expert_parallel
     if options.expert_parallel_size not in (0, ranks) or (options.expert_parallel_size and not expert_parallel):
-        message = f"must be tensor_parallel_size ({ranks}) with enable_expert_parallel, or 0"
+        message = (
+            f"must be tensor_parallel_size ({ranks}) with enable_expert_parallel, or 0; is "
+            f"{options.expert_parallel_size}"
+        )
         raise invalid("expert_parallel_size", message, ranks)
     if ranks > 1:
-        from penstock.parallel import SingleRank, shard_heads  # imports torch
+        from penstock.parallel import SingleRank, shard_heads  # this module imports PyTorch
 
         shard_heads(SingleRank(size=ranks), config.num_heads, config.num_kv_heads)
     if config.experts and config.experts.by_modality and options.expert_load:
-        message = f"expert_load: not supported for {config.architecture}, which has separate experts for images"
+        message = (
+            f"expert_load: not supported for {config.architecture}, which has separate experts for images; "
+            "remove this option"
+        )
         raise PenstockError(Code.UNSUPPORTED, message, "expert_load")
     if options.expert_load and config.model_impl != "penstock":
-        raise PenstockError(Code.UNSUPPORTED, "expert_load: not supported with model_impl transformers", "expert_load")
+        message = "expert_load: not supported with model_impl transformers; remove this option"
+        raise PenstockError(Code.UNSUPPORTED, message, "expert_load")
     _check_experts(options, config.experts.num_experts if config.experts else 0)
 
 
@@ -104,13 +115,16 @@ def _check_experts(options: EngineOptions, num_experts: int) -> None:
         return
     for name in ("expert_placement", "num_redundant_experts"):
         if getattr(options, name):
-            message = "requires a model with experts, tensor_parallel_size > 1, and enable_expert_parallel"
+            message = (
+                f"requires a model with experts (this has {num_experts}), tensor_parallel_size > 1 (is {ranks}) and "
+                f"enable_expert_parallel (is {options.enable_expert_parallel})"
+            )
             raise invalid(name, message)
 
 
 def _check_transformers(options: EngineOptions, config: ModelConfig) -> None:
-    """Raise ``PenstockError`` (``unsupported``) for options that models run by transformers do not support. Log their
-    limitations."""
+    """Raise ``PenstockError`` (``unsupported``) for options that models run by transformers do not support. Log the
+    limitations of these models."""
     for name, is_given in {
         "tensor_parallel_size": options.tensor_parallel_size > 1,
         "pipeline_parallel_size": options.pipeline_parallel_size > 1,
@@ -120,7 +134,9 @@ def _check_transformers(options: EngineOptions, config: ModelConfig) -> None:
         "kv_offloading_size": options.host_tier_bytes > 0,
     }.items():
         if is_given:
-            message = f"{name} is not supported for {config.architecture}, which is run by transformers"
+            message = (
+                f"{name} is not supported for {config.architecture}, which is run by transformers; remove this option"
+            )
             raise PenstockError(Code.UNSUPPORTED, message, name)
     logger.warning(
         "%s is run by the modules of transformers (model_impl): slower than Penstock's own models, on one rank only, "

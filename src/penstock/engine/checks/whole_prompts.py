@@ -20,7 +20,7 @@ UNSUPPORTED: Mapping[str, Any] = {
     "enable_lora": False,
     "lora_modules": (),
 }
-"""Options that encoders do not support, with the only value allowed."""
+"""Options that an encoder does not support: name and the only allowed value, which is the default."""
 
 
 def whole_prompt_options(options: EngineOptions, config: ModelConfig, folder: Path) -> EngineOptions:
@@ -33,7 +33,8 @@ def whole_prompt_options(options: EngineOptions, config: ModelConfig, folder: Pa
     """
     for name, value in UNSUPPORTED.items() if config.encoder else ():
         if getattr(options, name) != value:
-            raise PenstockError(Code.UNSUPPORTED, f"{name}: not supported for the encoder {config.architecture}", name)
+            message = f"{name}: {getattr(options, name)} is not supported for the encoder {config.architecture}"
+            raise PenstockError(Code.UNSUPPORTED, f"{message}; remove this option", name)
     max_len = options.max_model_len or config.max_model_len
     if config.encoder and not options.max_model_len:
         max_len = min(max_len, max_seq_length(folder) or max_len)
@@ -50,6 +51,6 @@ def whole_prompt_options(options: EngineOptions, config: ModelConfig, folder: Pa
 
 
 def scratch_blocks(options: EngineOptions, max_concurrent_batches: int) -> int:
-    """Maximum number of KV blocks that an encoder uses: those of its steps in flight, as each step frees its blocks."""
+    """Maximum number of KV blocks that an encoder uses: the blocks of its steps in flight, which each step frees."""
     blocks = options.max_num_batched_tokens // options.block_size + options.max_num_seqs
     return blocks * (max_concurrent_batches + 1)

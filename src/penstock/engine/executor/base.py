@@ -24,8 +24,8 @@ class Executor(ABC):
     """Runs steps and calls in the workers. ``run`` ``LoadModel``, ``ProfileMemory`` and ``InitCache`` once each, in
     this order, before the first step.
 
-    All methods except ``close`` raise ``WorkerLostError`` if a worker is lost; after a ``submit``, it may be
-    ``collect`` that raises.
+    All methods except ``close`` raise ``WorkerLostError`` if a worker is lost. ``collect`` may raise it for a worker
+    that was lost during ``submit``.
     """
 
     @abstractmethod
@@ -34,24 +34,25 @@ class Executor(ABC):
 
         Args:
             grammar_bitmask: ``[positions, vocabulary / 32]`` int32, required if ``step.has_grammar_bitmask``. A set
-                bit allows a token. Each row that samples has a position for its next token, and one after each of its
-                draft tokens.
+                bit allows a token. Each row that samples has one position for its next token, and one for the token
+                after each of its draft tokens.
         """
 
     @abstractmethod
     def collect(self) -> StepOutput:
-        """Wait for the oldest submitted step that is not collected yet. Raises the error of a step that failed."""
+        """Wait for the oldest submitted step that is not collected yet, and return its output. Raises the error of a
+        failed step."""
 
     @abstractmethod
     def call(self, call: WorkerCall) -> Future[Any]:
-        """Queue a call after the steps submitted so far. Its future completes in ``wait`` or ``poll``."""
+        """Queue a call after the steps submitted so far. The returned future completes in ``wait`` or ``poll``."""
 
     @abstractmethod
     def wait(self, future: Future[Any]) -> None:
         """Block until a future returned by ``call`` is done."""
 
     def run(self, call: WorkerCall) -> Any:
-        """Execute a call and return its result. Raises the error of a worker that failed."""
+        """Execute a call and return its result. Raises the error of a failed worker."""
         future = self.call(call)
         self.wait(future)
         return future.result()
@@ -62,4 +63,4 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the workers."""
+        """End the workers. No other method may be called afterwards."""

@@ -36,13 +36,13 @@ def read_secret(file: str, make: bool) -> bytes:
     try:
         with path.open("rb") as opened:
             if os.fstat(opened.fileno()).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise invalid(FIELD, f"{path} is accessible to other users: chmod 600 {path}")
+                raise invalid(FIELD, f"{path} is accessible to other users: run chmod 600 {path}")
             secret = opened.read(4096).strip()
     except OSError as error:
-        advice = "without this option a secret is created" if make else "copy the file of node 0, which creates it"
+        advice = "leave out this option to create a secret" if make else "copy this file from node 0, which creates it"
         raise invalid(FIELD, f"{path} cannot be read ({error.strerror}); {advice}") from error
     if len(secret) < MIN_LENGTH:
-        raise invalid(FIELD, f"{path} has fewer than {MIN_LENGTH} characters", MIN_LENGTH)
+        raise invalid(FIELD, f"{path} has {len(secret)} characters; give at least {MIN_LENGTH}", MIN_LENGTH)
     return secret
 
 
@@ -56,5 +56,5 @@ def _make(path: Path) -> None:
     except FileExistsError:
         return
     except OSError as error:
-        raise invalid(FIELD, f"{path} cannot be created: {error.strerror}; choose another file") from error
-    logger.warning("created the cluster secret: copy %s to the same path on every other node", path)
+        raise invalid(FIELD, f"{path} cannot be created: {error.strerror}; give the path of another file") from error
+    logger.warning("created the cluster secret %s: copy this file to the same path on every other node", path)

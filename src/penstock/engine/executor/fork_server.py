@@ -1,10 +1,10 @@
 """A fork server: a process that has imported PyTorch and the worker's modules, and forks each worker.
 
-Importing takes more than a second of processor time; workers share the time and the memory. The fork server computes
-nothing and has no threads, so forking it is safe, unlike forking an application's process.
+Importing PyTorch takes more than a second of CPU time. Forked workers do not repeat the import, and share its memory.
+The fork server computes nothing and has no threads, so forking it is safe, unlike forking an application's process.
 
-``multiprocessing``'s fork server does not suit: it runs the application's ``__main__`` in each worker, and keeps the
-environment and the CPU affinity from when it was started.
+The fork server of ``multiprocessing`` is not used, because it runs the application's ``__main__`` in each worker, and
+keeps the environment and the CPU affinity of its start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .messages import Start
 FORK_TIMEOUT = 300.0
 """Maximum seconds for the fork server to import PyTorch, perhaps from a slow disk, and to fork."""
 EXIT_TIMEOUT = 5.0
-"""Seconds to wait for the exit status of a worker that has ended."""
+"""Maximum seconds to wait until the fork server reports the exit status of an ended worker."""
 SERVER_NAME = "penstock-forks"
 MAX_MESSAGE = 2**17
 MAX_DESCRIPTORS = 64
@@ -50,12 +50,12 @@ class _Fork(msgspec.Struct, tag=True):
     number: int
     start: Start
     descriptors: list[int]
-    """File descriptors named in ``start``, as numbered in the sender."""
+    """Numbers of the file descriptors in ``start``. The worker uses the same numbers."""
     cores: list[int]
 
 
 class _Forked(msgspec.Struct, tag=True):
-    """A worker was forked. Sent with its ``pidfd``."""
+    """The reply to ``_Fork``. Sent with a ``pidfd`` of the worker."""
 
     number: int
     pid: int
@@ -75,7 +75,7 @@ class ForkedProcess:
     """A worker forked by a fork server.
 
     Args:
-        pidfd: readable once the process has ended; closed by ``close``.
+        pidfd: file descriptor of the process (``pidfd_open``), readable once the process has ended.
     """
 
     def __init__(self, server: ForkServer, number: int, pid: int, pidfd: int) -> None:
@@ -84,13 +84,14 @@ class ForkedProcess:
         self._exit_status = functools.cache(functools.partial(server.take_exit_status, number))
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the process's end. Returns True if it ended within ``timeout`` seconds."""
+        """Wait for the end of the process. Returns True if the process ended within ``timeout`` seconds."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(None if timeout is None else timeout * 1000))
 
     def status(self) -> int | None:
-        """Exit status of the ended process, as ``subprocess.Popen.returncode``; None if the fork server ended, too."""
+        """Exit status of the ended process, as ``subprocess.Popen.returncode``; None if the fork server has ended
+        without reporting it."""
         return self._exit_status()
 
     def kill(self) -> None:
@@ -111,18 +112,18 @@ class ForkServer:
     object is garbage-collected; its workers keep running."""
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(FORK_TIMEOUT)
-        command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid())]
-        with theirs:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        command = [sys.executable, "-P", "-m", __name__, str(server_end.fileno()), str(os.getpid())]
+        with server_end:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[server_end.fileno()])
         self._count = 0
         self._forked: dict[int, tuple[int, list[int]]] = {}
         """Process id and ``pidfd`` of workers not yet returned by ``fork``, by number."""
         self._statuses: dict[int, int] = {}
-        """Exit statuses, by worker number."""
+        """Exit statuses of ended workers, by worker number."""
         self._unwanted: set[int] = set()
-        """Numbers of workers whose ``fork`` was interrupted and that have not ended yet."""
+        """Numbers of the workers to kill: their ``fork`` was interrupted, and they have not ended yet."""
         self._lock = threading.Lock()
         weakref.finalize(self, _end_server, self._process, self._socket, os.getpid())
 
@@ -152,7 +153,7 @@ class ForkServer:
                 self._discard(number)
                 raise
             pid, pidfds = self._forked[number]
-            if not pidfds:  # no file descriptor was left to receive it
+            if not pidfds:  # this process has no free file descriptor, so the kernel dropped the pidfd
                 self._discard(number)
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             del self._forked[number]
@@ -172,7 +173,8 @@ class ForkServer:
         return self._statuses.pop(number, None)
 
     def _discard(self, number: int) -> None:
-        """Kill a worker that ``fork`` does not return. If this is interrupted, ``_receive`` kills it."""
+        """Kill a worker that ``fork`` does not return. If this method is interrupted, a later ``_receive`` kills the
+        worker."""
         self._unwanted.add(number)
         if number in self._forked:
             _kill(*self._forked.pop(number))
@@ -202,16 +204,17 @@ class ForkServer:
     def _hung(self) -> PenstockError:
         self._process.kill()
         self._process.wait()
-        message = f"the fork server of the workers has not answered in {FORK_TIMEOUT:g} seconds and was killed"
+        message = f"the workers' fork server has not answered in {FORK_TIMEOUT:g} seconds and was killed; try again"
         return PenstockError(Code.UNAVAILABLE, message)
 
     def _ended(self) -> PenstockError:
         status = self._process.wait()
-        return PenstockError(Code.INTERNAL, f"the fork server of the workers has ended ({exit_reason(status)})")
+        message = f"the workers' fork server has ended ({exit_reason(status)}); see its standard error for the cause"
+        return PenstockError(Code.INTERNAL, message)
 
 
 def _kill(pid: int, pidfds: list[int]) -> None:
-    """Kill a worker whose end is not reported yet, and close its pidfd."""
+    """Kill a worker before the fork server has reported its end, and close its pidfd."""
     with contextlib.suppress(ProcessLookupError):
         if pidfds:
             signal.pidfd_send_signal(pidfds[0], signal.SIGKILL)
@@ -249,15 +252,15 @@ def fork_worker(start: Start, descriptors: list[int]) -> ForkedProcess:
 
 def main() -> None:
     """Run the fork server until its parent ends. Command-line arguments: socket descriptor, parent's process id."""
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # a terminal signals the whole group; the engine ends its workers
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # a terminal signals all processes, but the engine ends its workers
         signal.signal(ignored, signal.SIG_IGN)
     _name(SERVER_NAME)
-    gc.disable()  # collections take a tenth of the import time
+    gc.disable()  # garbage collections would take a tenth of the import time
     import_torch()
     from . import worker_process  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # keep workers' collections from copying shared pages
+    gc.freeze()  # garbage collections in workers would copy the shared memory pages
     connection, parent = socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(sys.argv[2]))
     children: dict[int, tuple[int, int]] = {}
     """Number and process id of each worker, by its pidfd."""
@@ -279,8 +282,8 @@ def main() -> None:
             if not encoded:
                 return
             message = msgspec.json.decode(encoded, type=_Fork)
-            _name(f"penstock-rank{message.start.rank_info.world_rank}")  # inherited by the fork
-            with warnings.catch_warnings():  # about threads: those of NumPy's OpenBLAS end before a fork
+            _name(f"penstock-rank{message.start.rank_info.world_rank}")  # the forked worker inherits this name
+            with warnings.catch_warnings():  # Python warns of threads, but OpenBLAS ends its threads before a fork
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
@@ -303,7 +306,7 @@ def _name(name: str) -> None:
 
 
 def _move(wanted: list[int], received: list[int]) -> None:
-    """Renumber the received file descriptors as wanted."""
+    """Give each received file descriptor the number at the same index of ``wanted``."""
     free = max(*wanted, *received) + 1
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, free) for descriptor in received]
     for descriptor in received:
@@ -332,5 +335,6 @@ def _run_worker(message: _Fork) -> NoReturn:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError, ProcessLookupError):  # the parent has ended
+    # These errors mean that the parent process has ended.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError, ProcessLookupError):
         main()

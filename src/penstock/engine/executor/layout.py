@@ -11,7 +11,7 @@ import msgspec
 
 class RankInfo(msgspec.Struct, frozen=True):
     """A rank of the layout: tensor-parallel rank ``rank`` (of ``size``) of pipeline stage ``stage`` (of ``stages``).
-    World ranks are assigned to the ``nnodes`` nodes in order, the same number to each."""
+    Each of the ``nnodes`` nodes has the same number of consecutive world ranks."""
 
     rank: int = 0
     size: int = 1
@@ -47,15 +47,15 @@ class RankInfo(msgspec.Struct, frozen=True):
         return RankInfo(rank, self.size, stage, self.stages, self.nnodes)
 
     def sends_to(self, other: RankInfo) -> bool:
-        """True if ``other``, on another node, receives this rank's outputs within the stage. One rank per other node
-        receives them, for all ranks of the stage there."""
+        """True if ``other`` is a rank of the same stage on another node, and receives this rank's outputs. On each
+        other node, one rank receives them for all ranks of the stage."""
         if self.stage != other.stage or self.node == other.node:
             return False
         here, there = self._stage_ranks_on(self.node), self._stage_ranks_on(other.node)
         return there[here.index(self.world_rank) % len(there)] == other.world_rank
 
     def precedes(self, other: RankInfo) -> bool:
-        """True if ``other`` receives this rank's hidden states."""
+        """True if ``other`` receives this rank's hidden states, as the same rank of the next pipeline stage."""
         return self.stage + 1 == other.stage and self.rank == other.rank
 
     def is_connected_to(self, other: RankInfo) -> bool:
@@ -65,13 +65,13 @@ class RankInfo(msgspec.Struct, frozen=True):
         )
 
     def _stage_ranks_on(self, node: int) -> list[int]:
-        """World ranks of this stage on a node."""
+        """World ranks of this rank's pipeline stage that are on ``node``."""
         ranks = range(self.stage * self.size, (self.stage + 1) * self.size)
         return [rank for rank in ranks if rank // self.local_size == node]
 
 
 def ranks_of(size: int, stages: int, nnodes: int) -> list[RankInfo]:
-    """All ranks, by world rank."""
+    """All ranks of a layout, in order of the world rank."""
     return [RankInfo(rank, size, stage, stages, nnodes) for stage in range(stages) for rank in range(size)]
 
 

@@ -26,7 +26,7 @@ class LocalRanks:
     """Starts and ends the worker processes of this node's ranks.
 
     Args:
-        logs: logging of the workers; None: not configured.
+        logs: logging options of the workers; None: leave logging unconfigured.
         ranks: ranks of this node.
         links: connections to ranks on other nodes, by world rank. This process's copies of the sockets are closed.
 
@@ -50,7 +50,7 @@ class LocalRanks:
         """Rings from the previous pipeline stage on this node, by the receiver's world rank."""
         try:
             if ranks[0].world_size > 1:
-                from penstock.ops.cores import check_cores, cores_of_rank  # imports PyTorch
+                from penstock.ops.cores import check_cores, cores_of_rank  # this module imports PyTorch
 
                 for info in ranks:
                     check_cores(cores_of_rank(options.cpu_binding, info.local_rank, info.local_size))
@@ -86,13 +86,13 @@ class LocalRanks:
             raise
         finally:
             for ring in rings.values():
-                ring.close()  # the workers have inherited them
+                ring.close()  # the workers have inherited the file descriptors
             for sockets in links.values():
                 for each in sockets:
                     os.close(each.descriptor)
 
     def progress(self) -> list[tuple[int, int, int]]:
-        """Progress of each rank (``penstock.parallel.shared_memory.RankProgress``)."""
+        """Progress of each rank in its current step, read from shared memory (``shared_memory.RankProgress``)."""
         if self._memory is None:
             return [(0, 0, 0)]
         from penstock.parallel.shared_memory import rank_progress
@@ -100,7 +100,7 @@ class LocalRanks:
         return rank_progress(self._memory, [(info.stage, info.rank) for info in self._infos])
 
     def kill(self) -> None:
-        """Kill all processes."""
+        """Kill all worker processes of this node."""
         for process in self.processes:
             process.kill()
 
@@ -109,7 +109,7 @@ class LocalRanks:
 
         Args:
             send_close: send ``Close`` first; False if the processes have received it already.
-            deadline: time at which they are killed (monotonic clock); None: in ``CLOSE_TIMEOUT`` seconds.
+            deadline: time at which running processes are killed (monotonic clock); None: in ``CLOSE_TIMEOUT`` seconds.
         """
         deadline = time.monotonic() + CLOSE_TIMEOUT if deadline is None else deadline
         if send_close:

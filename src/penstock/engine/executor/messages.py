@@ -36,11 +36,11 @@ class Start(msgspec.Struct, frozen=True):
     memory: int | None = None
     """File descriptor of the ranks' shared memory; None for a single rank."""
     previous: Descriptors | None = None
-    """Ring from the previous pipeline stage."""
+    """Ring that carries hidden states from the previous pipeline stage on this node; None without such a stage."""
     following: Descriptors | None = None
-    """Ring to the next pipeline stage."""
+    """Ring that carries hidden states to the next pipeline stage on this node; None without such a stage."""
     sockets: tuple[PeerSocket, ...] = ()
-    """Connections to ranks on other nodes, of the same pipeline stage and of the previous and next ones."""
+    """Connections to ranks on other nodes that belong to the previous, the same or the next pipeline stage."""
 
 
 class GrammarBitmask(msgspec.Struct, tag=True):
@@ -50,14 +50,14 @@ class GrammarBitmask(msgspec.Struct, tag=True):
 
 
 class Call(msgspec.Struct, tag=True):
-    """A call (``Executor.call``). The ``CallReply`` with the same number may follow other messages."""
+    """A call (``Executor.call``). Its ``CallReply`` has the same number, and may follow replies to later messages."""
 
     number: int
     call: WorkerCall
 
 
 class Close(msgspec.Struct, tag=True):
-    """End the process."""
+    """End the worker process. Has no reply."""
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -65,7 +65,7 @@ class Failed(msgspec.Struct, tag=True):
 
     message: str
     failure: Failure | None = None
-    """Set for a ``PenstockError``."""
+    """Failure of a ``PenstockError``; None for other exceptions."""
 
 
 class StepReply(msgspec.Struct, tag=True):
@@ -76,7 +76,7 @@ class StepReply(msgspec.Struct, tag=True):
 
 
 class CallReply(msgspec.Struct, tag=True):
-    """The reply to ``Call``."""
+    """The reply to ``Call``: ``value``, or ``failed``."""
 
     number: int
     value: Any = None

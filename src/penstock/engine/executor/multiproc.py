@@ -43,12 +43,12 @@ from .remote_node import RemoteNode, RemoteRank
 from .rendezvous import Links, all_ranks, gather_nodes
 
 LOAD_TIMEOUT = 1800.0
-"""Maximum seconds to load a model or an adapter."""
+"""Maximum duration of ``LONG_CALLS``, such as loading a model or an adapter, seconds."""
 TIMEOUT_FACTOR = 0.9
 """Fraction of ``engine_iteration_timeout`` after which workers are killed. Below 1, so that the engine reports the
 worker before the engine is itself killed for not answering."""
 CAUSE_TIMEOUT, CAUSE_POLL = 2.0, 0.01
-"""If ranks ended because they lost another rank: seconds to wait for that rank's end, and polling interval."""
+"""Maximum seconds to wait for the end of the rank whose loss ended other ranks, and polling interval in seconds."""
 
 
 class _PendingCall(msgspec.Struct):
@@ -66,11 +66,11 @@ class MultiprocExecutor(Executor):
     All ranks receive the same messages. The first rank of the last pipeline stage replies to steps.
 
     If a worker ends, or exceeds the expected time of its steps by ``engine_iteration_timeout``, all workers are
-    killed, and ``WorkerLostError`` names it.
+    killed, and ``WorkerLostError`` names that worker.
 
     Args:
         options: options of the engine.
-        logs: logging of the workers; None: not configured, as when used as a library.
+        logs: logging options of the workers; None: leave logging unconfigured, for use as a library.
         secret: secret shared by the nodes; None: read from ``cluster_secret_file``.
         check: called while waiting for other nodes; raises to stop waiting.
     """
@@ -91,9 +91,9 @@ class MultiprocExecutor(Executor):
         """Unfinished calls, by number."""
         self._num_calls = 0
         self._last_collected = 0.0
-        """Time at which the last step was collected."""
+        """Time at which the last step was collected (monotonic clock)."""
         self._num_abandoned = 0
-        """Number of steps in flight whose output is dropped, as their ``collect`` was interrupted."""
+        """Number of steps in flight whose output will be dropped, because their ``collect`` was interrupted."""
         nodes: list[RemoteNode] = []
         links: Links = {}
         infos = all_ranks(options)
@@ -130,7 +130,7 @@ class MultiprocExecutor(Executor):
             assert grammar_bitmask is not None
             try:
                 bits = grammar_bitmask.result()
-            except BaseException:  # the workers would wait for the bitmask forever
+            except BaseException:  # without the bitmask, the workers would wait for it forever
                 self._kill()
                 raise
             self._send(GrammarBitmask(bits))
@@ -139,7 +139,7 @@ class MultiprocExecutor(Executor):
         try:
             while not self._outputs:
                 self._receive(self._last_stage, self._deadline(self._tokens))
-        except KeyboardInterrupt:  # the caller abandons the step, but its output still arrives
+        except KeyboardInterrupt:  # the caller abandons the step, but the workers still send its output
             self._steps.popleft()
             self._num_abandoned += 1
             raise
@@ -186,7 +186,7 @@ class MultiprocExecutor(Executor):
         return sum(tokens for tokens, _ in self._steps)
 
     def _deadline(self, tokens: int) -> float:
-        """Time by which a worker must have answered, if it first computes this many tokens."""
+        """Time (monotonic clock) by which a worker must have computed ``tokens`` tokens and answered."""
         timeout = TIMEOUT_FACTOR * self._options.engine_iteration_timeout
         return time.monotonic() + self._times.expected(tokens) + timeout if timeout else float("inf")
 
@@ -200,7 +200,7 @@ class MultiprocExecutor(Executor):
                 to.send(encoded, deadline)
         except (TimeoutError, PeerLostError) as error:
             self._lost(error, to)
-        except KeyboardInterrupt:  # the message may be partly written
+        except KeyboardInterrupt:  # the message may be written in part, so that workers cannot read further messages
             self._kill()
             raise
 
@@ -225,8 +225,8 @@ class MultiprocExecutor(Executor):
                     pending.future.set_exception(error)
 
     def _combined(self, pending: _PendingCall) -> Any:
-        """Combine the ranks' results of a call: rank 0's, unless each rank has a part. Raises the error of a rank that
-        failed, and ``PenstockError`` if results differ that must be equal."""
+        """Return the result of a call: all ranks' results combined if they are parts, otherwise the result of rank 0.
+        Raises the error of a failed rank, and ``PenstockError`` if results that must be equal differ."""
         answers = [pending.answers[rank.rank] for rank in self._ranks]
         for rank, answer in zip(self._ranks, answers, strict=True):
             if answer.failed:
@@ -240,7 +240,7 @@ class MultiprocExecutor(Executor):
             case LoadLoRA(path=path) | LoadWeights(path) if any(value != values[0] for value in values):
                 kind, field = ("adapters", "lora_path") if isinstance(pending.call, LoadLoRA) else ("weights", "path")
                 raise invalid(field, f"the ranks read different {kind} from {path}: put the same files on all nodes")
-            case ReadExpertLoad():  # pipeline stages have different layers
+            case ReadExpertLoad():  # each pipeline stage returns the counters of its layers
                 return {layer: counts for layers in values for layer, counts in layers.items()}
         return values[0]
 
@@ -248,12 +248,13 @@ class MultiprocExecutor(Executor):
         """Return the model loaded by all ranks. Raises ``PenstockError`` if a rank's differs from rank 0's."""
         info = infos[0]
         for rank, other in zip(self._ranks, infos, strict=True):
-            if self._options.nnodes > 1:  # a node may lack other stages' weights; files were compared when it joined
+            if self._options.nnodes > 1:  # a node may lack weights of other stages, so ``Join`` has compared the files
                 other = msgspec.structs.replace(other, weights_version=info.weights_version)
             if other != info:
                 names = [name for name in info.__struct_fields__ if getattr(info, name) != getattr(other, name)]
-                differences = [f"{name} {getattr(other, name)} there and {getattr(info, name)} here" for name in names]
-                raise PenstockError(Code.UNAVAILABLE, f"{rank} differs from rank 0: {', '.join(differences)}")
+                differences = [f"{name} {getattr(other, name)} instead of {getattr(info, name)}" for name in names]
+                message = f"{rank} differs from rank 0: {', '.join(differences)}; all ranks must have the same model"
+                raise PenstockError(Code.UNAVAILABLE, message)
         return info
 
     def _lost(self, error: Exception, awaited: RankProcess | RemoteRank | RemoteNode) -> NoReturn:
@@ -262,9 +263,10 @@ class MultiprocExecutor(Executor):
         if not message:
             computes = self._steps or any(isinstance(call.call, Propose) for call in self._calls.values())
             late = self._slowest() if computes else awaited
-            message = f"{late} has not answered in time and was killed (--engine-iteration-timeout)"
+            limit = f"--engine-iteration-timeout {self._options.engine_iteration_timeout:g}"
+            message = f"{late} has not answered in time and was killed ({limit})"
             if isinstance(late, RemoteNode):
-                message = f"{late.name} has not answered in time (--engine-iteration-timeout)"
+                message = f"{late.name} has not answered in time ({limit})"
         self._kill()
         lost = WorkerLostError(message)
         for pending in self._calls.values():
@@ -273,11 +275,11 @@ class MultiprocExecutor(Executor):
         raise lost from error
 
     def _ended(self, timeout: float = CAUSE_TIMEOUT) -> str:
-        """Describe which worker or node ended, and why; empty if none has. If a rank ended because it lost its
+        """Describe which worker or node ended, and why; empty if all are running. If a rank ended because it lost its
         connection to another node's rank, wait up to ``timeout`` seconds for that rank's end, which is the cause."""
         deadline = time.monotonic() + timeout
         while True:
-            reasons: dict[str, bool] = {}  # description: True if another failure caused it
+            reasons: dict[str, bool] = {}  # key: description; value: True if another failure is the cause
             for process in self._local.processes:
                 if process.end_reason is not None:
                     reasons[f"{process} ended: {process.end_reason}"] = process.returncode == LINK_LOST
@@ -297,10 +299,10 @@ class MultiprocExecutor(Executor):
         """The rank with the least progress, or a node that does not report its ranks' progress."""
         progress = [*self._local.progress()]
         for node in self._nodes:
-            of_node = node.progress()
-            if of_node is None:
+            node_progress = node.progress()
+            if node_progress is None:
                 return node
-            progress += of_node
+            progress += node_progress
         return self._ranks[progress.index(min(progress))]
 
     def _kill(self) -> None:
@@ -310,7 +312,8 @@ class MultiprocExecutor(Executor):
 
 
 def _smallest(profiles: list[MemoryProfile]) -> MemoryProfile:
-    """The profile with room for as many blocks as the rank with the fewest. Block sizes of pipeline stages differ."""
+    """Profile of all ranks together: room for as many blocks as the rank with the fewest, each as large as the largest
+    block of a pipeline stage."""
     block_bytes = max(profile.block_bytes for profile in profiles)
     return MemoryProfile(
         free=int(min(profile.free / profile.block_bytes for profile in profiles) * block_bytes),
@@ -321,7 +324,7 @@ def _smallest(profiles: list[MemoryProfile]) -> MemoryProfile:
 
 
 def _error(failed: Failed, rank: RankProcess | RemoteRank) -> Exception:
-    """The exception for a failed rank; the message names the node of a remote rank."""
+    """Exception for a failed rank. Its message names the node if the rank is remote."""
     where = f"{rank.node.name}: " if isinstance(rank, RemoteRank) else ""
     if failed.failure:
         return PenstockError.of(msgspec.structs.replace(failed.failure, message=where + failed.failure.message))
@@ -330,7 +333,7 @@ def _error(failed: Failed, rank: RankProcess | RemoteRank) -> Exception:
 
 def _shut_down(local: LocalRanks, nodes: list[RemoteNode], owner: int) -> None:
     """End the workers and close the connections to them."""
-    if os.getpid() != owner:  # in a fork of the process that started them
+    if os.getpid() != owner:  # this process is a fork of the one that started the workers
         return
     deadline = time.monotonic() + CLOSE_TIMEOUT
     for node in nodes:

@@ -1,8 +1,8 @@
 """An authenticated TCP connection between two nodes, with messages of any length in both directions. Not encrypted.
 
-ZeroMQ with CURVE, as used between routers and engines, does not suit here: sockets of ranks and of KV transfers need
-this handshake and a listener anyway, which ZeroMQ cannot share, so node 0 would need a second port; a ``ROUTER`` does
-not report which peer is lost; and ZeroMQ has a single limit on message sizes, before and after authentication.
+Routers and engines use ZeroMQ with CURVE instead. Nodes do not: ZeroMQ cannot share the listener that sockets of ranks
+and of KV transfers need, so node 0 would need a second port; a ``ROUTER`` socket does not report which peer is lost;
+and ZeroMQ's limit on message sizes is the same before and after authentication.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from penstock.version import __version__
 from .poller import MAX_POLL, Poller
 
 HANDSHAKE_TIMEOUT = 10.0
-"""Maximum seconds of the authentication."""
+"""Maximum duration of the authentication, seconds."""
 MAX_HANDSHAKE_BYTES = 1024
 """Maximum size of a message before the peer is authenticated, bytes."""
 MAX_NODE_MESSAGE = 2**20
-"""Maximum size of a message between nodes (not relayed for workers), bytes."""
+"""Maximum size of a message between nodes, bytes. Messages relayed for workers may be larger."""
 HEADER = 12
 """Size of a message's header, bytes: length (8, little-endian) and channel (4, little-endian, signed)."""
 NODE, ALL_RANKS = -1, -2
-"""Channels for messages to or from the node itself, and to all its ranks. Other channels are world ranks."""
+"""Channels of messages that concern the node itself, and of messages to all its ranks. The channel of a single rank is
+its world rank."""
 RECEIVE_BYTES = 2**20
 NODES = "penstock nodes 1"
-"""Protocol of the connections between nodes."""
+"""Protocol name of the connections between nodes (``Challenge.protocol``)."""
 DEFAULT_TIMEOUT = 60.0
 """Timeout of connections if ``engine_iteration_timeout`` is 0, seconds."""
 
@@ -44,15 +45,16 @@ T = TypeVar("T")
 
 
 class NodeLostError(ConnectionError):
-    """The connection is lost or was closed."""
+    """The connection to the other node is lost, or was closed by either end."""
 
 
 class SecretError(Exception):
-    """The peer has another secret, or does not speak this protocol. The message is a predicate about the peer."""
+    """The peer has another secret, or does not speak this protocol. The message is a verb phrase about the peer, such
+    as "has another cluster secret"."""
 
 
 class Challenge(msgspec.Struct, frozen=True):
-    """The first message, from the listening end."""
+    """The first message of the handshake, sent by the listening end."""
 
     nonce: bytes
     version: str = __version__
@@ -60,7 +62,7 @@ class Challenge(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The connecting end's answer to a ``Challenge``."""
+    """The answer to a ``Challenge``, sent by the connecting end."""
 
     nonce: bytes
     proof: bytes
@@ -68,7 +70,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The listening end's answer to an ``Answer``. ``proof`` is empty if the connection is refused."""
+    """The reply to an ``Answer``, sent by the listening end. ``proof`` is empty if the connection is refused."""
 
     proof: bytes = b""
 
@@ -121,7 +123,7 @@ class NodeLink:
                 self._wait(select.POLLOUT, deadline)
 
     def fetch(self) -> bool:
-        """Read arrived data, without waiting. Returns True if there was any."""
+        """Read arrived data into the receive buffer, without waiting. Returns True if data was read."""
         try:
             data = self.socket.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -129,7 +131,7 @@ class NodeLink:
         except OSError as error:
             raise NodeLostError(error.strerror or str(error)) from error
         if not data:
-            raise NodeLostError("it was closed")
+            raise NodeLostError("connection closed by the peer")
         self._received += data
         return True
 
@@ -145,7 +147,7 @@ class NodeLink:
         if size > self.limit and not self.version:
             raise SecretError(NOT_A_NODE)
         if size > self.limit:
-            raise NodeLostError(f"it sent a message of {size} bytes, more than the limit of {self.limit}")
+            raise NodeLostError(f"the peer sent a message of {size} bytes, more than the limit of {self.limit}")
         if len(self._received) < HEADER + size:
             return None
         message = bytes(self._received[HEADER : HEADER + size])
@@ -153,7 +155,7 @@ class NodeLink:
         return channel, message
 
     def receive(self, deadline: float = float("inf")) -> bytes:
-        """Wait for the next message on any channel. Raises ``TimeoutError``."""
+        """Wait for the next message on any channel. Raises ``TimeoutError`` at the deadline (monotonic clock)."""
         while True:
             if taken := self.take():
                 return taken[1]
@@ -178,8 +180,8 @@ class NodeLink:
 
 
 def keep_rank_link_alive(connected: socket.socket, timeout: float) -> None:
-    """Like ``NodeLink.keep_alive`` for a connection between ranks, but data may stay unread without limit: a rank in a
-    long step does not read. The executor's deadlines apply instead."""
+    """Enable TCP keepalive on a connection between ranks. Unlike with ``NodeLink.keep_alive``, sent data may remain
+    unread without limit, as a rank in a long step does not read; the executor's deadlines apply instead."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     _keep_alive(connected, timeout)
 
@@ -205,8 +207,8 @@ def _proof(secret: bytes, role: bytes, challenge: Challenge, answer_nonce: bytes
 
 
 def accept(connected: socket.socket, secret: bytes, protocol: str = NODES) -> NodeLink:
-    """Authenticate the peer of an accepted connection. On failure closes the connection, and raises ``SecretError``,
-    ``NodeLostError`` or ``TimeoutError``."""
+    """Authenticate the peer of an accepted connection. After a failure, close the connection and raise
+    ``SecretError``, ``NodeLostError`` or ``TimeoutError``."""
     link, deadline = NodeLink(connected), time.monotonic() + HANDSHAKE_TIMEOUT
     try:
         challenge = send_challenge(link, protocol)
@@ -240,7 +242,8 @@ def connect(
 ) -> NodeLink:
     """Connect, and authenticate both ends.
 
-    Raises ``SecretError``, and ``OSError`` (as ``NodeLostError`` and ``TimeoutError``) if the peer does not answer.
+    Raises ``SecretError``, and ``OSError`` (``NodeLostError``, ``TimeoutError`` and others) if the peer does not
+    answer.
     """
     deadline = time.monotonic() + timeout
     link = NodeLink(socket.create_connection(address, timeout))
@@ -254,7 +257,7 @@ def connect(
         link.send(msgspec.msgpack.encode(answer), deadline=deadline)
         verdict = _decode(link.receive(deadline), Verdict)
         if not hmac.compare_digest(verdict.proof, _proof(secret, b"listens", challenge, nonce)):
-            raise SecretError("has another cluster secret: copy the file of the first node to this one")
+            raise SecretError("has another cluster secret: copy the file of node 0 to this node")
     except BaseException:
         link.close()
         raise

@@ -25,35 +25,35 @@ class Join(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The node may not join. Sent by a node: it cannot start its ranks."""
+    """Sent by node 0: the node may not join. Sent by another node: it cannot start its ranks."""
 
     reason: str
     retry: bool = False
-    """True if the node may join later."""
+    """True if the node may try to join again later."""
 
 
 class StartRanks(msgspec.Struct, tag=True, frozen=True):
     """All nodes have joined: connect the ranks to those of other nodes, and start them."""
 
     session: bytes
-    """Random id of this start."""
+    """Random id of this start of the engine, repeated in ``LinkRanks``."""
     options: EngineOptions
     addresses: list[tuple[str, int]]
-    """Host and port of each node. The first is a placeholder: all nodes know node 0's."""
+    """Host and port of each node, by node rank. The entry of node 0 is a placeholder: all nodes know its address."""
 
 
 class LinkRanks(msgspec.Struct, tag=True, frozen=True):
-    """First message on a connection between two ranks, which use it from then on."""
+    """First message on a connection between two nodes; the two ranks that it names use the connection afterwards."""
 
     session: bytes
     lower: int
-    """World rank on the listening node."""
+    """World rank of the connected rank on the listening node."""
     higher: int
-    """World rank on the connecting node."""
+    """World rank of the connected rank on the connecting node."""
 
 
 class RanksStarted(msgspec.Struct, tag=True, frozen=True):
-    """The reply to ``StartRanks``."""
+    """The reply to ``StartRanks``: the processes of the node's ranks are running."""
 
     pids: list[int]
     """Process ids of the node's ranks."""
@@ -69,11 +69,11 @@ class RankEnded(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetProgress(msgspec.Struct, tag=True, frozen=True):
-    """Requests a node's ``RankProgress``."""
+    """Request a node's ``RankProgress``."""
 
 
 class RankProgress(msgspec.Struct, tag=True, frozen=True):
-    """The reply to ``GetProgress``."""
+    """The reply to ``GetProgress``: how far the node's ranks have computed their current steps."""
 
     progress: list[tuple[int, int, int]]
     """Progress of each rank of the node (``penstock.parallel.shared_memory.RankProgress``)."""
@@ -85,6 +85,6 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
 
 
 def decode(message: bytes) -> Message:
-    """Decode a message. Raises ``msgspec.MsgspecError``, as for a message of another version."""
+    """Decode a message. Raises ``msgspec.MsgspecError`` for invalid messages, for example from another version."""
     decoded: Message = _decoder.decode(message)
     return decoded

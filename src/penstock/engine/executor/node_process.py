@@ -1,4 +1,4 @@
-"""The process of a node other than node 0. It starts its ranks for node 0, and relays messages between node 0 and the
+"""The process of a node other than node 0. It starts the node's ranks, and relays messages between node 0 and these
 ranks."""
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ logger = logging.getLogger(__name__)
 
 CLOSE = encoder.encode(Close())
 RETRY = 2.0
-"""Seconds until a node that was refused for now tries again."""
+"""Seconds until a refused node that may join later (``Refused.retry``) connects again."""
 START_REPLIES = 3
-"""Number of a rank's replies during its start: to ``LoadModel``, ``ProfileMemory`` and ``InitCache``."""
+"""Number of replies that a rank sends while it starts: to ``LoadModel``, ``ProfileMemory`` and ``InitCache``."""
 
 
 class NodeProcess:
     """A node with ``node_rank`` 1 or more.
 
     Args:
-        options: options of the engine, as on node 0, with this node's ``PER_NODE_OPTIONS``.
-        logs: logging of the workers; None: not configured.
+        options: options of the engine as on node 0, except for ``PER_NODE_OPTIONS``.
+        logs: logging options of the workers; None: leave logging unconfigured.
         secret: secret shared by the nodes; None: read from ``cluster_secret_file``.
 
     Raises ``PenstockError`` if the options, the secret or the checkpoint are invalid.
@@ -101,7 +101,7 @@ class NodeProcess:
                     self._stopped.wait(POLL)
                 except (OSError, msgspec.MsgspecError) as error:
                     if not self._stopped.is_set():
-                        logger.warning("lost %s: %s", self._where, str(error).lower() or "it did not answer in time")
+                        logger.warning("lost %s: %s", self._where, str(error).lower() or "no answer in time")
                         self._stopped.wait(POLL)
 
     def stop(self) -> None:
@@ -109,7 +109,7 @@ class NodeProcess:
         self._stopped.set()
 
     def _connect(self) -> NodeLink | None:
-        """Wait for node 0 and connect to it; None after ``stop``."""
+        """Wait for node 0 and connect to it. Returns None after ``stop``."""
         wait_log = WaitLog(self._options.node_timeout)
         while not self._stopped.is_set():
             try:
@@ -120,14 +120,15 @@ class NodeProcess:
                 reason = error.strerror or str(error) or "no answer"
             if wait_log.overdue:
                 timeout = f"{self._options.node_timeout:g} seconds (--node-timeout)"
-                message = f"{self._where} has not answered within {timeout}: {reason.lower()}"
+                message = f"{self._where} has not answered within {timeout}: {reason.lower()}; is it started?"
                 raise PenstockError(Code.UNAVAILABLE, message, "master_addr")
             wait_log.log(lambda: f"waiting for {self._where}: {reason.lower()}")  # noqa: B023
             self._stopped.wait(POLL)
         return None
 
     def _take_part(self, link: NodeLink) -> bool:
-        """Take part in one engine. Returns True if node 0 has ended it. Raises ``OSError`` if a node is lost."""
+        """Join node 0, and run this node's ranks until the engine ends. Returns True if node 0 has ended the engine.
+        Raises ``OSError`` if a node is lost."""
         link.keep_alive((self._options.engine_iteration_timeout or DEFAULT_TIMEOUT) / 2)
         listener = Listener(link.socket.getsockname()[0], 0, self._secret)
         links: Links = defaultdict(list)
@@ -137,8 +138,8 @@ class NodeProcess:
             start = self._await_start(link)
             if start is None:
                 return False
-            of_node = {name: getattr(self._options, name) for name in PER_NODE_OPTIONS}
-            options = msgspec.structs.replace(start.options, **of_node)
+            node_options = {name: getattr(self._options, name) for name in PER_NODE_OPTIONS}
+            options = msgspec.structs.replace(start.options, **node_options)
             ranks, node = all_ranks(options), options.node_rank
             addresses = [self._master, *start.addresses[1:]]
             connect_links(self._secret, start.session, ranks, node, addresses, options, links)
@@ -167,7 +168,7 @@ class NodeProcess:
         return closed
 
     def _await_start(self, link: NodeLink) -> StartRanks | None:
-        """Wait until all nodes have joined and node 0 starts the ranks; None after ``stop``."""
+        """Wait until all nodes have joined and node 0 starts the ranks. Returns None after ``stop``."""
         wait_log = WaitLog(float("inf"))
         while not self._stopped.is_set():
             try:
@@ -182,13 +183,13 @@ class NodeProcess:
                 raise PenstockError(Code.INVALID, f"{self._where} refuses this node: {message.reason}", "node_rank")
             if isinstance(message, StartRanks):
                 return message
-            raise NodeLostError("it has sent an unexpected message")
+            raise NodeLostError(f"node 0 has sent {type(message).__name__} instead of StartRanks")
         return None
 
     def _check(self, link: NodeLink) -> None:
         """Raise ``NodeLostError`` after ``stop``, and if node 0 is lost."""
         if self._stopped.is_set():
-            raise NodeLostError("stopped")
+            raise NodeLostError("this node was stopped")
         link.fetch()
 
 
@@ -212,15 +213,15 @@ class _Relay:
         """Relay until the end. Returns True if node 0 has sent ``Close``; False after ``stop``, and if a rank has
         ended, which is reported to node 0. Raises ``NodeLostError``."""
         while not self._stopped.is_set():
-            with contextlib.suppress(PeerLostError):  # handled below
+            with contextlib.suppress(PeerLostError):  # the ended rank is reported below
                 if self._from_node_0():
                     return True
-                # Sending a message may fetch others, so do not wait if one was sent.
+                # Sending a message may fetch further messages, so wait only if no message was sent.
                 if not any([self._from_rank(process) for process in self._local.processes]):
                     with contextlib.suppress(TimeoutError):
                         self._local.poller.wait(time.monotonic() + POLL)
             if ended := next((process for process in self._local.processes if process.end_reason is not None), None):
-                self._link.fetch()  # if node 0 is lost, that is the cause: raise
+                self._link.fetch()  # raises if node 0 is lost, which is then the cause of the rank's end
                 report = RankEnded(ended.rank, ended.end_reason or "", ended.returncode == LINK_LOST)
                 logger.error("%s ended: %s", ended, report.reason)
                 self._link.send(encode(report), deadline=time.monotonic() + POLL * 10)
@@ -228,12 +229,12 @@ class _Relay:
         return False
 
     def _from_node_0(self) -> bool:
-        """Handle the fetched messages. Returns True after ``Close``."""
+        """Handle the fetched messages of node 0. Returns True after ``Close``."""
         while taken := self._link.take():
             channel, message = taken
             if channel == ALL_RANKS:
                 for process in self._local.processes:
-                    process.send(message, float("inf"))  # waits until node 0 is lost
+                    process.send(message, float("inf"))  # node 0 has the deadline, and closes the connection after it
                 if message == CLOSE:
                     return True
             elif isinstance(decode(message), GetProgress):
@@ -241,7 +242,7 @@ class _Relay:
         return False
 
     def _from_rank(self, process: RankProcess) -> bool:
-        """Relay the messages of a rank. Returns True if there were any."""
+        """Relay the messages of a rank to node 0. Returns True if the rank had sent a message."""
         relayed = False
         while process.has_message():
             relayed = True
@@ -253,6 +254,6 @@ class _Relay:
 
 
 def run_node(options: EngineOptions, logs: LogOptions | None = None, secret: bytes | None = None) -> None:
-    """Run a ``NodeProcess`` in this process; same arguments and errors."""
+    """Run a ``NodeProcess`` in this process. Takes its arguments, and raises its errors."""
     logger.info("node %d of %d, process %d", options.node_rank, options.nnodes, os.getpid())
     NodeProcess(options, logs, secret).run()

@@ -1,4 +1,4 @@
-"""Waits for messages from other processes and nodes, and for their end."""
+"""Waits for messages from other processes and nodes, and for the end of processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from typing import Protocol
 
 MAX_POLL = 3600.0
-"""Maximum seconds of one ``poll``, whose timeout must be finite."""
+"""Maximum timeout of one ``poll``, seconds: a finite limit for waits without a deadline."""
 
 
 class PeerLostError(RuntimeError):
@@ -23,15 +23,15 @@ class Source(Protocol):
         ...
 
     def fetch(self) -> bool:
-        """Move arrived data to a buffer in this process, without waiting. Returns True if there was any."""
+        """Move arrived data to a buffer in this process, without waiting. Returns True if data was moved."""
         ...
 
 
 class Poller:
     """Waits until data arrives or can be sent, and meanwhile fetches from all sources.
 
-    Fetching from all prevents a deadlock: this process waits for a rank to read, the rank waits for another rank to
-    take its hidden states, and that one waits for this process to read a long reply.
+    Fetching from all sources prevents a deadlock, in which this process waits for rank A to read, rank A waits for
+    rank B to take its hidden states, and rank B waits for this process to read a long reply.
 
     Args:
         peers: pidfds of peer processes (readable once the process has ended).

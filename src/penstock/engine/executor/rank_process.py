@@ -1,4 +1,4 @@
-"""The executor's handle of a worker process."""
+"""The executor's handle of a worker process on the same node."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ class RankProcess:
         self._process.kill()
 
     def send_close(self, deadline: float) -> None:
-        """Send ``Close``, or kill the process if it does not read it."""
+        """Send ``Close``. Kills the process if it does not read the message by the deadline (monotonic clock)."""
         try:
             self.send(encoder.encode(Close()), deadline)
-        except (TimeoutError, PeerLostError):  # it computes a long step, hangs, or has ended
+        except (TimeoutError, PeerLostError):  # the process computes a long step, hangs, or has ended
             self._process.kill()
 
     def close(self, deadline: float) -> None:
-        """Wait for the process's end after ``send_close``, kill it at the deadline, and close its rings."""
+        """Wait for the end of the process after ``send_close``, kill it at the deadline, and close its rings."""
         if not self._process.wait(max(0.0, deadline - time.monotonic())):
             self.kill()
         self._writer.close()

@@ -1,7 +1,7 @@
 """The executor with ranks on the nodes of a Ray cluster.
 
-Ray places the ranks and starts the node processes. All else is as with ``--nnodes``: ranks communicate through shared
-memory and TCP, and no data of a step passes through Ray.
+Ray places the ranks and starts the node processes. As with ``--nnodes``, ranks communicate through shared memory and
+TCP; no data of a step passes through Ray.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ try:
     )
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
-    hint = f"ray is not installed ({error}); try pip install 'penstock-llm[ray]'"
+    hint = f"ray cannot be imported ({error}); install it with pip install 'penstock-llm[ray]'"
     raise invalid("distributed_executor_backend", hint) from error
 
 logger = logging.getLogger(__name__)
@@ -50,11 +50,11 @@ FIELD = "distributed_executor_backend"
 PLACEMENT_GROUP = "PENSTOCK_RAY_PLACEMENT_GROUP"
 """Environment variable with the id of the placement group that Ray Serve has created for a replica of this engine."""
 NODE_ID = "ray.io/node-id"
-"""Ray's label with a node's id."""
+"""Name of Ray's node label that contains the node id."""
 POLL = 0.2
-"""Polling interval, seconds."""
+"""Interval at which Ray's state is polled, seconds."""
 CONNECT_TIMEOUT = 5.0
-"""Maximum seconds to connect to the cluster's head."""
+"""Maximum duration of one attempt to connect to the head of the cluster, seconds."""
 
 
 class RayExecutor(MultiprocExecutor):
@@ -91,15 +91,16 @@ class _Placement:
 
     def __init__(self, options: EngineOptions) -> None:
         if options.nnodes > 1 or options.node_rank:
-            raise invalid("nnodes", "must not be given with distributed_executor_backend=ray: Ray places the ranks", 1)
+            message = f"{options.nnodes} given, but Ray chooses the nodes: remove nnodes and node_rank, or {FIELD}=ray"
+            raise invalid("nnodes", message, 1)
         if options.data_parallel_size > 1:
-            message = "a model on a Ray cluster has one engine; data_parallel_size must be 1"
+            message = f"data_parallel_size {options.data_parallel_size}: a model on a Ray cluster has one engine; use 1"
             raise PenstockError(Code.UNSUPPORTED, message, "data_parallel_size", 1)
         self._options = options
         self._world = options.tensor_parallel_size * options.pipeline_parallel_size
         self._actors: list[Any] = []
         self._running: list[Any] = []
-        """Ray's object references of the actors' ``run`` results."""
+        """Ray object references to the results of ``_Node.run``, in order of the node rank."""
         _connect(options.node_timeout)
         self._bundle = bundle_of(options)
         if given := os.environ.get(PLACEMENT_GROUP):
@@ -115,12 +116,12 @@ class _Placement:
         self._finalizer = weakref.finalize(self, _remove, created, self._actors)
 
     def start(self, logs: LogOptions | None) -> tuple[EngineOptions, bytes]:
-        """Wait for the bundles, and start the other nodes' processes. Returns the options of node 0 and the nodes'
-        secret."""
+        """Wait for the bundles, and start the processes of the other nodes. Returns the options of node 0, and the
+        secret shared by the nodes."""
         self._await_bundles()
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         if len(nodes) != self._world:
-            raise invalid(FIELD, f"the placement group has {len(nodes)} bundles; {self._world} ranks need one each")
+            raise invalid(FIELD, f"the placement group has {len(nodes)} bundles; the {self._world} ranks need one each")
         counts = Counter(nodes.values())
         size = math.gcd(*counts.values())
         master = ray.util.get_node_ip_address()
@@ -177,10 +178,12 @@ class _Placement:
             wait_log.log(lambda: f"waiting for the Ray cluster to have {room}")
 
     def _is_created(self) -> bool:
-        """True if all bundles are placed. Ray moves the bundles of a node that has died. Waits briefly otherwise."""
+        """True if Ray has placed all bundles; otherwise waits ``POLL`` seconds before returning False. Bundles of a
+        node that has died are placed again."""
         state = placement_group_table(self._group).get("state")
         if state == "REMOVED":
-            raise PenstockError(Code.UNAVAILABLE, "the placement group of the ranks has been removed", FIELD)
+            message = "the placement group of the ranks has been removed; start the engine again"
+            raise PenstockError(Code.UNAVAILABLE, message, FIELD)
         if state != "CREATED":
             time.sleep(POLL)
         return bool(state == "CREATED")
@@ -207,13 +210,13 @@ class _Node:
                 self._node.run()
             except PenstockError as error:
                 self._failure = error
-        failure = self._failure.failure if self._failure else Failure(Code.UNAVAILABLE, "it was stopped")
+        failure = self._failure.failure if self._failure else Failure(Code.UNAVAILABLE, "the node was stopped")
         fields: dict[str, Any] = msgspec.to_builtins(failure)
         return fields
 
 
 def bundle_of(options: EngineOptions) -> dict[str, float]:
-    """Ray resources of a rank."""
+    """Ray resources of a rank: CPU cores, and one GPU if the device is CUDA."""
     bundle = {"CPU": float(max(options.threads, 1))}
     return bundle | ({"GPU": 1.0} if options.device.startswith("cuda") else {})
 
@@ -226,15 +229,15 @@ def _connect(timeout: float) -> None:
         with _signal_handlers():
             _init()
     if ray.util.client.ray.is_connected():
-        message = "a Ray Client (ray://…) cannot run the first rank; run this on a node of the cluster"
+        message = "a Ray Client (ray://…) cannot run the first rank; run Penstock on a node of the cluster"
         raise PenstockError(Code.UNSUPPORTED, message, FIELD)
 
 
 def _await_head(timeout: float) -> None:
-    """Wait until the cluster at ``RAY_ADDRESS`` answers. ``ray.init`` would wait for a quarter of an hour."""
+    """Wait until the cluster at ``RAY_ADDRESS`` answers. Without this, ``ray.init`` would wait for 15 minutes."""
     address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition(":")
-    if not host or "/" in host:  # auto, local, or a Ray Client address
+    if not host or "/" in host:  # the address is "auto", "local", or that of a Ray Client
         return
     wait_log = WaitLog(timeout)
     while True:
@@ -255,13 +258,16 @@ def _init() -> None:
         ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = str(error).splitlines()[0]
-        message = f"no Ray cluster runs on this machine ({reason}); run ray start --head, or ray start --address …"
+        message = (
+            f"no Ray cluster runs on this machine ({reason}); start one with ray start --head, or join one with ray "
+            "start --address …"
+        )
         raise PenstockError(Code.UNAVAILABLE, message, FIELD) from error
 
 
 @contextlib.contextmanager
 def _signal_handlers() -> Iterator[None]:
-    """Restore this process's signal handlers afterwards: ``ray.init`` replaces one."""
+    """Restore the handlers of SIGTERM and SIGINT afterwards, as ``ray.init`` replaces a handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -274,7 +280,7 @@ def _signal_handlers() -> Iterator[None]:
 
 
 def _cause(error: Exception) -> str:
-    """Last line of a Ray error, which has the reason. The lines before name the actor and have a traceback."""
+    """Last line of a Ray error, which states the reason. The lines above it contain the actor and a traceback."""
     return str(error).strip().splitlines()[-1].strip()
 
 
@@ -285,7 +291,7 @@ def _free_port(address: str) -> int:
 
 
 def _remove(group: Any, actors: list[Any]) -> None:
-    """Kill the actors, and remove the placement group if it was created here."""
+    """Kill the actors, and remove the placement group ``group`` unless it is None."""
     if not ray.is_initialized():
         return
     for actor in actors:

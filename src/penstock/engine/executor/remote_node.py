@@ -15,7 +15,7 @@ from .node_messages import GetProgress, Join, RankEnded, RankProgress, decode, e
 from .poller import PeerLostError, Poller
 
 MAX_MESSAGE = 2**36
-"""Maximum size of a worker's message, bytes: messages with logits are long."""
+"""Maximum size of a worker's message, bytes. Messages with logits may be large."""
 PROGRESS_TIMEOUT = 1.0
 """Maximum seconds to wait for a node's ``RankProgress``."""
 
@@ -42,7 +42,7 @@ class RemoteNode:
         self._alone.add_source(self)
 
     def join(self, poller: Poller) -> None:
-        """Wait with ``poller``, which is shared with other nodes and the local ranks."""
+        """Use ``poller``, which the other nodes and the local ranks share, for waiting."""
         self._poller = poller
         poller.add_source(self)
 
@@ -60,8 +60,8 @@ class RemoteNode:
             raise PeerLostError from error
 
     def fetch(self) -> bool:
-        """Read the messages that have arrived, without waiting. Returns True if there were any. Raises
-        ``PeerLostError``."""
+        """Read the messages that have arrived, without waiting. Returns True if a message was read. Raises
+        ``PeerLostError`` if the connection is lost."""
         found = False
         try:
             while taken := self._link.take() or (self._link.fetch() and self._link.take()):
@@ -97,7 +97,7 @@ class RemoteNode:
                 pass
 
     def progress(self) -> list[tuple[int, int, int]] | None:
-        """Progress of each rank of the node (``shared_memory.RankProgress``); None if it does not answer."""
+        """Progress of each rank of the node (``shared_memory.RankProgress``); None if the node does not answer."""
         deadline = time.monotonic() + PROGRESS_TIMEOUT
         try:
             self._link.send(encode(GetProgress()), deadline=deadline, poller=self._alone)
@@ -124,7 +124,7 @@ class RemoteNode:
     def kill(self) -> None:
         """Close the connection. The node then kills its ranks."""
         self._link.close()
-        self.lost = self.lost or "it was closed by node 0"
+        self.lost = self.lost or "connection closed by node 0"
 
     def _note_loss(self, error: NodeLostError) -> None:
         self.lost = self.lost or str(error)

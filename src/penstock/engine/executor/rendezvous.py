@@ -1,4 +1,4 @@
-"""Rendezvous of nodes: node 0 listens, the others connect to it, and then nodes connect their ranks to each other."""
+"""Rendezvous of nodes: all nodes connect to node 0; then they connect their ranks to the ranks of other nodes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SAME_OPTIONS = (
     "load_format",
     "seed",
 )
-"""Options that must be equal on all nodes. All others are taken from node 0, except ``PER_NODE_OPTIONS``."""
+"""Options that must be equal on all nodes. Options in neither this list nor ``PER_NODE_OPTIONS`` are node 0's."""
 PER_NODE_OPTIONS = (
     "model",
     "weight_cache_dir",
@@ -61,19 +61,19 @@ PER_NODE_OPTIONS = (
     "node_rank",
     "expert_placement",
 )
-"""Options that may differ between nodes."""
+"""Options that may differ between nodes. Each node uses its value of them."""
 PLACEMENT = "expert_placement"
 """Key of the expert placement's file in ``model_digests``."""
 LOG_INTERVAL = 10.0
-"""Seconds between two log lines while waiting."""
+"""Interval between two log lines of a ``WaitLog``, seconds."""
 LINK_TIMEOUT = 60.0
 """Maximum seconds to connect the ranks after all nodes have joined."""
 POLL = 0.2
-"""Polling interval, seconds."""
+"""Interval at which waiting loops check for events, seconds."""
 BACKLOG = 64
 MAX_HANDSHAKES = 64
-"""Maximum number of connections being authenticated. One more closes the oldest, so that silent strangers cannot block
-nodes."""
+"""Maximum number of connections being authenticated. A further connection closes the oldest one, so that peers that
+send nothing cannot block nodes."""
 
 Links = dict[int, list[PeerSocket]]
 """Connections to ranks on other nodes, by world rank."""
@@ -92,7 +92,7 @@ def model_digests(options: EngineOptions) -> dict[str, str]:
 
 
 def check_nodes(options: EngineOptions) -> None:
-    """Check ``nnodes`` and ``node_rank``. Raises ``PenstockError``."""
+    """Raise ``PenstockError`` if ``nnodes``, ``node_rank`` and the parallel sizes do not fit together."""
     world = options.tensor_parallel_size * options.pipeline_parallel_size
     if world % options.nnodes:
         message = (
@@ -101,9 +101,12 @@ def check_nodes(options: EngineOptions) -> None:
         )
         raise invalid("nnodes", message, options.nnodes)
     if options.node_rank >= options.nnodes:
-        raise invalid("node_rank", f"{options.node_rank} is not below nnodes, {options.nnodes}", options.nnodes - 1)
+        message = f"{options.node_rank} is not below nnodes, {options.nnodes}; ranks of nodes start from 0"
+        raise invalid("node_rank", message, options.nnodes - 1)
     if options.nnodes > 1 and options.data_parallel_size > 1:
-        message = "a model on several nodes has one engine; data_parallel_size must be 1"
+        message = (
+            f"a model on several nodes has one engine; data_parallel_size must be 1, not {options.data_parallel_size}"
+        )
         raise PenstockError(Code.UNSUPPORTED, message, "data_parallel_size", 1)
 
 
@@ -112,7 +115,7 @@ def all_ranks(options: EngineOptions) -> list[RankInfo]:
 
 
 class Listener:
-    """Accepts connections of nodes that know the secret.
+    """Accepts connections from nodes that know the secret.
 
     Raises ``PenstockError`` (``invalid``) if it cannot listen on the address.
     """
@@ -155,7 +158,7 @@ class Listener:
         while True:
             try:
                 connected, _ = self._socket.accept()
-            except OSError as error:  # the connection failed, or no file descriptor is left
+            except OSError as error:  # the connection failed, or this process has no free file descriptor
                 if self._closed.is_set():
                     return
                 logger.warning("cannot accept a node's connection: %s", (error.strerror or str(error)).lower())
@@ -177,7 +180,7 @@ class Listener:
         except OSError:  # the peer sent nothing, or has closed the connection
             return
         finally:
-            with self._lock, contextlib.suppress(ValueError):  # dropped for a newer connection (MAX_HANDSHAKES)
+            with self._lock, contextlib.suppress(ValueError):  # ``_run`` has removed it for a newer connection
                 self._handshakes.remove(connected)
         self._accepted.put(link)
 
@@ -189,7 +192,7 @@ def _wake(connected: socket.socket) -> None:
 
 
 class WaitLog:
-    """Logs at intervals what is being waited for.
+    """Logs a message every ``LOG_INTERVAL`` seconds during a wait.
 
     Args:
         timeout: limit of the wait, seconds.
@@ -197,7 +200,7 @@ class WaitLog:
 
     def __init__(self, timeout: float) -> None:
         self._begun = time.monotonic()
-        self._next = self._begun + POLL  # log nothing for short waits
+        self._next = self._begun + POLL  # waits shorter than POLL are not logged
         self._timeout = timeout
 
     @property
@@ -205,7 +208,7 @@ class WaitLog:
         return time.monotonic() - self._begun > self._timeout
 
     def log(self, message: Callable[[], str]) -> None:
-        """Log a message with the time waited, unless the last line is newer than ``LOG_INTERVAL``."""
+        """Log a message with the time waited, if ``LOG_INTERVAL`` seconds have passed since the last log line."""
         if (now := time.monotonic()) >= self._next:
             self._next = now + LOG_INTERVAL
             limit = f" of {self._timeout:g}" if self._timeout < float("inf") else ""
@@ -266,7 +269,8 @@ def _await_nodes(
     joined: dict[int, tuple[NodeLink, Join]],
     check: Callable[[], None],
 ) -> None:
-    """Wait until all other nodes are in ``joined``. Raises ``PenstockError`` after ``node_timeout``."""
+    """Wait until all other nodes have joined, and add them to ``joined``, by node rank. Raises ``PenstockError`` after
+    ``node_timeout``."""
     wait_log = WaitLog(options.node_timeout)
     while missing := [rank for rank in range(1, options.nnodes) if rank not in joined]:
         check()
@@ -323,7 +327,7 @@ def _await_ranks(joined: dict[int, tuple[NodeLink, Join]]) -> dict[int, RanksSta
 
 
 def _join(link: NodeLink) -> Join | None:
-    """Receive a node's ``Join``; None if the message is not a valid ``Join``, as from another version."""
+    """Receive a node's ``Join``. Returns None for any other message, for example from another version."""
     message = link.receive(time.monotonic() + LINK_TIMEOUT / 4)
     with contextlib.suppress(msgspec.MsgspecError):
         decoded = decode(message)
@@ -342,26 +346,26 @@ def _refusal(
     if link.version != __version__:
         return f"it runs Penstock {link.version}, and node 0 runs {__version__}: install the same version on all nodes"
     if join is None:
-        return "its connection was meant for an earlier start"
+        return "its connection belongs to an earlier start of the engine: restart the node"
     for name in SAME_OPTIONS:
         here, there = getattr(options, name), getattr(join.options, name)
         if here != there:
-            return f"{name} is {there!r} there and {here!r} on node 0: give all nodes the same value"
+            return f"{name} is {there!r} on the node and {here!r} on node 0: give all nodes the same value"
     if not 0 < join.node_rank < options.nnodes:
         return f"node_rank is {join.node_rank}, but must be from 1 to {options.nnodes - 1}"
     if join.model.get(PLACEMENT) != digests.get(PLACEMENT):
         return "its expert_placement file differs from node 0's: give all nodes the same file"
     if any(join.model[name] != digest for name, digest in digests.items() if name in join.model):
-        return "its checkpoint differs from node 0's"
+        return "its checkpoint differs from node 0's: give all nodes the same files"
     return _taken(joined, join)
 
 
 def _taken(joined: dict[int, tuple[NodeLink, Join]], join: Join) -> str:
-    """Reason to refuse a node for now if its ``node_rank`` has joined already; empty otherwise. The earlier connection
-    may be the same node's, lost but not detected yet."""
+    """Reason to refuse a node, which may try again later, if its ``node_rank`` has joined already; empty otherwise. The
+    earlier connection may belong to the same node, and its loss may not be detected yet."""
     if join.node_rank not in joined:
         return ""
-    return f"{joined[join.node_rank][0].host} has joined as node_rank {join.node_rank} before it"
+    return f"{joined[join.node_rank][0].host} has already joined as node_rank {join.node_rank}; give each node another"
 
 
 def _check_alive(joined: dict[int, tuple[NodeLink, Join]]) -> None:
@@ -407,7 +411,10 @@ def accept_links(
         check()
         if time.monotonic() > deadline:
             nodes = sorted({ranks[higher].node for _, higher in missing})
-            raise UnreachableError(f"nodes {', '.join(map(str, nodes))} have not connected their ranks to node {node}")
+            names = ", ".join(map(str, nodes))
+            raise UnreachableError(
+                f"nodes {names} have not connected their ranks to node {node} within {LINK_TIMEOUT:g} seconds"
+            )
         if not (link := listener.next(POLL)):
             continue
         try:
@@ -431,7 +438,10 @@ def connect_links(
     options: EngineOptions,
     links: Links,
 ) -> None:
-    """Connect this node's ranks to those of lower nodes, and add the connections to ``links``. Raises ``OSError``."""
+    """Connect this node's ranks to the ranks of lower nodes, and add the connections to ``links``.
+
+    Raises ``UnreachableError`` if a node cannot be reached, and ``OSError`` if a connection is lost.
+    """
     for lower, higher in connections(ranks):
         if ranks[higher].node == node:
             peer = ranks[lower].node
@@ -439,7 +449,8 @@ def connect_links(
                 link = connect(addresses[peer], secret)
             except (OSError, SecretError) as error:
                 host, port = addresses[peer]
-                raise UnreachableError(f"node {peer} at {host}:{port} cannot be reached: {error}") from error
+                message = f"node {peer} at {host}:{port} cannot be reached: {error}; check network and firewall"
+                raise UnreachableError(message) from error
             link.send(encode(LinkRanks(session, lower, higher)), deadline=time.monotonic() + LINK_TIMEOUT)
             _add(links, higher, lower, link, options)
 

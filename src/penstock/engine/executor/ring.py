@@ -1,7 +1,7 @@
 """A ring buffer in shared memory that carries messages from one process to another (Linux).
 
-Two kernel counters (``eventfd``) hold the number of bytes written and not yet noticed by the reader, and of bytes read
-and not yet noticed by the writer. A waiting process polls its counter and the other process's pidfd.
+Two kernel counters (``eventfd``) hold the number of written bytes that the reader has not counted yet, and the number
+of read bytes that the writer has not counted yet. A waiting process polls its counter and the other process's pidfd.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Descriptors(msgspec.Struct, frozen=True):
 
     memory: int
     written: int
-    """``eventfd`` that counts bytes written."""
+    """``eventfd`` that counts the bytes written to the ring."""
     read: int
-    """``eventfd`` that counts bytes read."""
+    """``eventfd`` that counts the bytes read from the ring."""
     capacity: int
     """Size of the ring, bytes."""
 
@@ -51,7 +51,7 @@ class _RingEndpoint:
     Args:
         own_eventfd: counter of the bytes that became available to this end: bytes to read, or free bytes to write.
         peer_eventfd: counter to which this end adds the bytes that it has read or written.
-        available: number of bytes available at first.
+        available: initial number of bytes to read, or of free bytes to write.
         poller: waits for the other process and detects its end.
     """
 
@@ -82,7 +82,7 @@ class _RingEndpoint:
 
 
 class Writer(_RingEndpoint):
-    """The end that sends messages."""
+    """The end of a ring that sends messages."""
 
     def __init__(self, descriptors: Descriptors, poller: Poller) -> None:
         super().__init__(descriptors, descriptors.read, descriptors.written, descriptors.capacity, poller)
@@ -91,7 +91,7 @@ class Writer(_RingEndpoint):
         """Send a message of any length. A message longer than the ring's free space is written in parts as the other
         end reads.
 
-        Raises ``TimeoutError`` if it is not written by the deadline (monotonic clock), and ``PeerLostError``.
+        Raises ``TimeoutError`` if the message is not written by the deadline (monotonic clock), and ``PeerLostError``.
         """
         left = memoryview(len(message).to_bytes(HEADER, "little") + message)
         while left:
@@ -104,7 +104,7 @@ class Writer(_RingEndpoint):
 
 
 class Reader(_RingEndpoint):
-    """The end that receives messages."""
+    """The end of a ring that receives messages."""
 
     def __init__(self, descriptors: Descriptors, poller: Poller) -> None:
         super().__init__(descriptors, descriptors.written, descriptors.read, 0, poller)
@@ -114,11 +114,11 @@ class Reader(_RingEndpoint):
         """Bytes fetched from the ring and not yet returned."""
 
     def has_message(self) -> bool:
-        """True if at least a part of a message has arrived; ``receive`` may wait for the rest."""
+        """True if at least a part of a message has arrived; ``receive`` may still have to wait for the other parts."""
         return self.fetch() or bool(self._buffer)
 
     def fetch(self) -> bool:
-        """Move bytes from the ring to a buffer in this process, without waiting. Returns True if there were any."""
+        """Move bytes from the ring to a buffer in this process, without waiting. Returns True if bytes were moved."""
         found = False
         while self._has_available():
             count = min(self._available, self._capacity - self._offset)

@@ -10,9 +10,11 @@ from .base import Executor
 
 def start_executor(options: EngineOptions, max_in_flight: int, logs: LogOptions | None) -> Executor:
     """Create the executor selected by ``distributed_executor_backend``. Does not load the model."""
-    several = options.tensor_parallel_size * options.pipeline_parallel_size > 1
+    ranks = options.tensor_parallel_size * options.pipeline_parallel_size
+    several = ranks > 1
     if several and options.distributed_executor_backend == "uni":
-        raise invalid("distributed_executor_backend", "several ranks need worker processes: use mp or ray, not uni")
+        message = f"the {ranks} ranks need worker processes: use mp or ray, not uni"
+        raise invalid("distributed_executor_backend", message)
     if several and options.distributed_executor_backend == "ray":
         from .ray_executor import RayExecutor
 
@@ -21,6 +23,6 @@ def start_executor(options: EngineOptions, max_in_flight: int, logs: LogOptions 
         from .multiproc import MultiprocExecutor
 
         return MultiprocExecutor(options, logs)
-    from .uniproc import UniProcExecutor  # imports PyTorch
+    from .uniproc import UniProcExecutor  # this module imports PyTorch
 
     return UniProcExecutor(options, max_in_flight)

@@ -19,12 +19,12 @@ from .base import Executor
 class UniProcExecutor(Executor):
     """Executor with one worker in this process.
 
-    On a CPU ``submit`` computes the step, or passes it to a thread if ``max_in_flight`` exceeds 1. On a GPU
-    ``submit`` launches the step and ``collect`` waits for it, without a thread.
+    On a CPU, ``submit`` computes the step, or passes it to a thread if ``max_in_flight`` exceeds 1. On a GPU,
+    ``submit`` launches the step without a thread, and ``collect`` waits for the result.
 
     Args:
         options: options of the engine.
-        max_in_flight: maximum number of steps submitted and not collected.
+        max_in_flight: maximum number of steps that are submitted and not collected yet.
     """
 
     def __init__(self, options: EngineOptions, max_in_flight: int = 1) -> None:

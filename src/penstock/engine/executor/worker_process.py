@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerProcess:
-    """Executes an executor's messages in order."""
+    """Receives messages from an executor, and executes them in order."""
 
     def __init__(self, start: Start) -> None:
         rank_info = start.rank_info
@@ -103,14 +103,14 @@ class WorkerProcess:
                     reading.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))
                 if isinstance(call, LoadModel):
                     gc.collect()
-                    gc.freeze()  # exclude the loaded model from later collections
+                    gc.freeze()  # exclude the loaded model from later garbage collections
 
     def _submit(self, step: StepInput) -> Callable[[], StepOutput]:
         """Submit a step. Returns a function that waits for its output, or raises its error."""
         grammar_bitmask = _IncomingBitmask(self._reader) if step.has_grammar_bitmask else None
         submitted = self._worker.submit(step, grammar_bitmask)
         if grammar_bitmask:
-            grammar_bitmask.result()  # take it from the ring even if the step failed before reading it
+            grammar_bitmask.result()  # remove the bitmask from the ring even if the step failed before reading it
         return submitted
 
     def _answer_step(self) -> None:
@@ -163,7 +163,7 @@ def _options_and_group(start: Start) -> tuple[EngineOptions, Group]:
     """Bind the process to the rank's cores. Returns the options with the rank's threads and device, and its group."""
     if start.memory is None:
         return start.options, SINGLE_RANK
-    from penstock.parallel.shared_memory import SPINS, PeerLink, SharedMemoryGroup  # needs the compiled kernels
+    from penstock.parallel.shared_memory import SPINS, PeerLink, SharedMemoryGroup  # this module imports the kernels
 
     rank_info, usable = start.rank_info, usable_cores()
     threads = max(1, usable // rank_info.local_size)
@@ -197,7 +197,7 @@ def _options_and_group(start: Start) -> tuple[EngineOptions, Group]:
 
 
 def gpu_of_rank(device: str, rank_info: RankInfo) -> str | None:
-    """GPU of one of several ranks, ``cuda:N``, which may not exist; None on CPUs.
+    """Name of a rank's GPU, ``cuda:N``, if the engine has several ranks; None on CPUs. The GPU may not exist.
 
     Args:
         device: the option ``device``; with ``cuda:N``, ``N`` is the GPU of the node's first rank.
@@ -214,12 +214,12 @@ def _failed(error: BaseException) -> Failed:
         raise SystemExit(LINK_LOST) from error
     if isinstance(error, PenstockError):
         return Failed(str(error), error.failure)
-    logger.error("the worker has failed", exc_info=error)
+    logger.error("a step or call of the worker has failed", exc_info=error)
     return Failed(f"{type(error).__name__}: {error}")
 
 
 def _exit_with(parent: int) -> None:
-    """Wait until the executor's process ends, then exit at once, even within a step."""
+    """Wait until the executor's process ends, then exit this process at once, even during a step."""
     with contextlib.suppress(ProcessLookupError):
         select.select([os.pidfd_open(parent)], [], [])
     os._exit(1)

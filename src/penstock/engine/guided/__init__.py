@@ -1,8 +1,8 @@
 """Guided decoding (structured outputs): restricts sampling to the tokens that a grammar allows.
 
 ``backend.py`` defines a compiled grammar, and the guide that tracks the state of a sequence in it. ``compiler.py``
-compiles grammars with llguidance (``backend_llguidance.py``). A grammar that is not fully supported is refused, with an
-error that names the unsupported part.
+compiles grammars with llguidance (``backend_llguidance.py``). A grammar with an unsupported part is refused, with an
+error that names this part.
 """
 
 from .backend import Grammar, Guide

@@ -17,23 +17,24 @@ class Guide(Protocol):
         ...
 
     def replace_eos(self, eos_token_id: int) -> int:
-        """Token to accept when the model has sampled EOS: ``eos_token_id``, or the end-of-reasoning token if EOS came
-        within the reasoning and a guided answer has to follow."""
+        """Token to accept when the model has sampled EOS: the end-of-reasoning token if EOS was sampled within the
+        reasoning and a guided answer has to follow, otherwise ``eos_token_id``."""
         ...
 
     def accept_token(self, token: int) -> bool:
-        """Advance by a token. Returns False if the grammar does not allow the token, or if advancing took too long
-        (``failure``)."""
+        """Advance by a token. Returns False if the grammar does not allow the token, or if its processing took too much
+        time (then ``failure`` is set)."""
         ...
 
     @property
     def failure(self) -> Failure | None:
-        """Error that prevents the sequence from continuing; None without one. After it, bitmasks are meaningless."""
+        """Error that prevents the sequence from continuing; None without an error. After an error, bitmasks are
+        invalid."""
         ...
 
     @property
     def is_unconstrained(self) -> bool:
-        """True if every token is allowed next: no bitmask is needed."""
+        """True if every token is allowed next, so that no bitmask is needed."""
         ...
 
     @property
@@ -47,7 +48,7 @@ class Guide(Protocol):
         return False
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        """Number of leading ``tokens`` that the grammar allows in sequence. Does not advance."""
+        """Number of leading ``tokens`` that the grammar allows in this order. The state does not change."""
         ...
 
     def fill_bitmask(self, row: np.ndarray) -> None:
@@ -58,7 +59,7 @@ class Guide(Protocol):
         ...
 
     def jump_forward_tokens(self) -> list[int]:
-        """Tokens that the grammar forces next (jump-forward decoding); empty if it allows a choice."""
+        """Tokens that the grammar forces next (jump-forward decoding); empty if several tokens are allowed."""
         ...
 
 
@@ -66,7 +67,7 @@ class Grammar(Protocol):
     """A compiled grammar."""
 
     size: int
-    """Bytes of memory."""
+    """Bytes of memory that the grammar takes."""
 
     def new_guide(self) -> Guide:
         """Create a guide in the initial state, for a new sequence."""

@@ -1,4 +1,4 @@
-"""The llguidance backend. llguidance itself reports unsupported keywords by name."""
+"""The llguidance backend. llguidance reports unsupported JSON Schema keywords by name."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from .vocabulary import load_tokenizer, read_added_tokens, sampled_vocabulary
 NUMBER_KEYWORDS = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 """JSON Schema keywords whose numbers bound a value."""
 MIN_NUMBER = -(2**63) + 513
-"""Smallest number allowed in ``NUMBER_KEYWORDS``. llguidance 1.9 rounds smaller ones to -2**63. A range that ends there
-makes it recurse endlessly, which overflows the stack and kills the process."""
+"""Smallest number allowed in ``NUMBER_KEYWORDS``. llguidance 1.9 rounds smaller numbers to -2**63. With a range that
+ends at -2**63, its recursion does not end, overflows the stack and kills the process."""
 MAX_WHITESPACE = 32
 """Default limit for consecutive whitespace characters in JSON. Without a limit, a model may generate whitespace until
 ``max_tokens``."""
@@ -53,7 +53,7 @@ EMPTY = '""'
 
 
 class TimeBudget:
-    """Limits the processor time of one sequence's grammar, since it delays all sequences of the batch::
+    """Limits the processor time of one sequence's grammar, since that time delays all sequences of the batch::
 
         with budget: ...
 
@@ -66,6 +66,7 @@ class TimeBudget:
         self._left = MAX_TIME_BUDGET
         self._started = 0.0
         self.is_exceeded = False
+        """True once a token took more than ``MAX_TOKEN_TIME``, or the budget was used up."""
 
     def copy(self) -> TimeBudget:
         copy = TimeBudget()
@@ -112,7 +113,7 @@ class LLGuide(Guide):
         if self._matcher.is_error():
             error = one_line(self._matcher.get_error())
         elif self._budget.is_exceeded:
-            error = "it takes too long"
+            error = f"a token took more than {MAX_TOKEN_TIME:g} seconds, or many tokens took long; simplify it"
         else:
             return None
         return Failure(Code.UNSUPPORTED, f"the grammar cannot be followed: {error}")
@@ -146,8 +147,9 @@ class LLGrammar(Grammar):
 
 
 class LLGuidance:
-    """Compiles grammars with llguidance. A separate process compiles each grammar first (``llguidance_process.py``),
-    under limits of time and memory; here, it is compiled lazily, as sequences reach new states.
+    """Compiles grammars with llguidance. A separate process first compiles each grammar completely
+    (``llguidance_process.py``), under limits of time and memory. In this process, llguidance then compiles it lazily,
+    as sequences reach new states.
 
     Args:
         vocab_size: number of tokens of the model, padding included.
@@ -163,12 +165,16 @@ class LLGuidance:
         self.token_classes = TokenClasses(self._tokenizer)
 
     def request(self, params: GuidedDecodingParams) -> bytes:
-        """Translate a constraint to a request for the process. Raises ``UnsupportedError`` if llguidance does not
-        support it, ``ValueError`` or ``RecursionError`` if it is invalid."""
+        """Translate a constraint to a request for the compile process. Raises ``UnsupportedError`` if llguidance does
+        not support the constraint, ``ValueError`` or ``RecursionError`` if it is invalid."""
         return msgspec.json.encode(_grammar(params, self.added_tokens))
 
     def grammar(self, request: bytes, size: int) -> Grammar:
-        """Grammar of a ``request`` that the process has compiled, to ``size`` bytes."""
+        """Grammar of a ``request`` that the compile process has compiled before.
+
+        Args:
+            size: bytes of memory that the grammar takes.
+        """
         matcher = compile_grammar(self._tokenizer, json.loads(request))
         if matcher.is_error():
             raise RuntimeError(f"the grammar could not be compiled again: {one_line(matcher.get_error())}")
@@ -212,10 +218,14 @@ def _check_numbers(part: Any, is_bound: bool = False) -> None:
 def _with_options(
     schema: dict[str, Any], params: GuidedDecodingParams, separators: tuple[str, str] | None = None
 ) -> dict[str, Any]:
-    """Schema with llguidance's options (``x-guidance``) set to ours; options in the schema are replaced."""
+    """Copy a schema, with llguidance's options (``x-guidance``) replaced by those of this module and the request.
+
+    Args:
+        separators: texts between items and after keys; None: those of JSON, with whitespace as ``params`` allow.
+    """
     options: dict[str, Any] = dict(LLGUIDANCE_OPTIONS)
     if separators:
-        item, key = map(re.escape, separators)  # regular expressions
+        item, key = map(re.escape, separators)  # llguidance expects regular expressions
         options |= {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
     elif params.disable_any_whitespace:
         options["whitespace_flexible"] = False
@@ -227,8 +237,8 @@ def _with_options(
 class _LarkWriter:
     """Translates a structural tag to a Lark grammar.
 
-    Adjacent texts and regular expressions form one terminal: separate terminals would match greedily, and leave no text
-    for the next one.
+    Adjacent texts and regular expressions form one terminal: as separate terminals, the first one would match greedily,
+    and leave no text for the second.
     """
 
     def __init__(self, params: GuidedDecodingParams, added_tokens: AddedTokens) -> None:
@@ -237,6 +247,7 @@ class _LarkWriter:
         self._rules: list[str] = []
 
     def write(self, structure: Format | TriggeredTagsFormat) -> str:
+        """Lark grammar of a structural tag."""
         if isinstance(structure, TriggeredTagsFormat):
             start = self._triggered_tags(structure)
         else:
@@ -244,12 +255,13 @@ class _LarkWriter:
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
     def _rule(self, text: str, attributes: str = "", name: str = "part") -> str:
-        """Add a rule (a terminal if ``name`` is in upper case). Returns its unique name."""
+        """Add a rule (a terminal if ``name`` is in upper case). Returns the rule's unique name."""
         name = f"{name}_{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {text}")
         return name
 
     def _format(self, part: Format) -> str:
+        """Expression for a format, to use in a rule; adds rules as needed."""
         if (terminal := self._terminal(part)) is not None:
             return self._rule(terminal, name="TEXT") if terminal else ""
         match part:
@@ -267,6 +279,7 @@ class _LarkWriter:
         raise AssertionError("a regular expression is a terminal")
 
     def _sequence(self, parts: list[Format]) -> str:
+        """Expression for consecutive formats, with adjacent terminals merged."""
         rules: list[str] = []
         run: list[str] = []
         for part in parts:
@@ -281,7 +294,7 @@ class _LarkWriter:
         return " ".join(rules)
 
     def _terminal(self, part: Format) -> str | None:
-        """Terminal for a format of texts and regular expressions only, "" for the empty text; None for others."""
+        """Terminal for a format of texts and regular expressions only, "" for the empty text; else None."""
         match part:
             case ConstStringFormat(text):
                 has_added = any(isinstance(each, int) for each in self._added_tokens.split(text))
@@ -302,12 +315,13 @@ class _LarkWriter:
                 return f"({one}){quantifier}" if one else one
 
     def _triggered_tags(self, structure: TriggeredTagsFormat) -> str:
+        """Expression for free text with tags, each of which starts at its trigger."""
         by_token = self._added_tokens.are_triggers(structure.tags)
         tags = []
         for tag in structure.tags:
             trigger = f"ANY {self._format(ConstStringFormat(tag.trigger))}"
             if not by_token:
-                trigger = self._rule(trigger, "[lazy]")  # ends at its first occurrence
+                trigger = self._rule(trigger, "[lazy]")  # the text before a tag ends at the first trigger
             rest = SequenceFormat((tag.after_trigger, ConstStringFormat(tag.end)))
             tags.append(self._rule(f"{trigger} {self._format(rest)}"))
         self._rules.append("ANY: /(?s:.*)/")

@@ -25,8 +25,8 @@ class BitmaskBuilder:
         self._thread = ThreadPoolExecutor(1, "bitmask")
 
     def submit(self, guides: Sequence[tuple[Guide | None, list[int]]]) -> Future[np.ndarray] | None:
-        """Start to fill the bitmask of a step, ``[rows, ceil(vocabulary / 32)]`` int32. Returns None if every token is
-        allowed in every row.
+        """Start to fill the bitmask of a step, ``[rows, ceil(vocabulary / 32)]`` int32. Returns its future, or None if
+        every token is allowed in every row.
 
         Args:
             guides: guide and draft tokens of each sequence. A sequence has ``len(draft) + 1`` rows.
@@ -45,8 +45,8 @@ class BitmaskBuilder:
                         state.fill_bitmask(rows[row])
                     if state and token is not None:
                         state.accept_token(token)
-                except Exception:  # allow no token: the error ends this sequence only
-                    logger.exception("the grammar of a sequence failed")
+                except Exception:  # without an allowed token, only this sequence ends
+                    logger.exception("the grammar of a sequence failed, which ends the sequence")
                     rows[row : first + 1 + len(draft)] = 0
                     break
             first += 1 + len(draft)

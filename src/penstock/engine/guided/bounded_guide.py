@@ -1,8 +1,8 @@
-"""Limits on JSON output that no schema sets: digits of a number, and repetition in a string.
+"""Limits on JSON output in addition to the schema: digits of a number, and repetition in a string.
 
 A model that writes ``9999…`` or ``ababab…`` may continue until ``max_tokens``, and leave invalid JSON. A schema cannot
-limit such a run without changing the values that it allows. So the guide ends the run: at the limit, it forbids the
-tokens that continue it, if the grammar allows any other token. The output follows the schema in either case.
+limit such a run without changing the values that it allows. Therefore the guide ends the run: at the limit, it forbids
+tokens that continue the run, if the grammar allows any other token. The output follows the schema in either case.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from penstock.core import Failure
 from .backend import Grammar, Guide
 
 MAX_DIGITS = 40
-"""Maximum number of consecutive digits. 128-bit integers have at most 39, 64-bit floats 17 significant ones."""
+"""Maximum number of consecutive digits. 128-bit integers have at most 39, 64-bit floats 17 significant digits."""
 MAX_REPEATED = 128
-"""Maximum number of consecutive tokens of a string that repeat the tokens before them."""
+"""Maximum number of consecutive tokens of a string that repeat the previous tokens."""
 MAX_PERIOD = 8
 """Maximum number of tokens in a recognized repeated sequence."""
 LETTERS = frozenset(string.ascii_letters.encode()) - frozenset(b"eE")
 """Letters that do not occur in JSON numbers: the grammar allows them only within a string."""
 CLOSERS = frozenset(b'"]} \n')
-"""Characters that a token may consist of to end a string."""
+"""Characters of tokens that end a string."""
 
 
 class TokenClasses:
@@ -43,7 +43,9 @@ class TokenClasses:
         self.all_digits = np.array([bool(token) and token.isdigit() for token in tokens])
         """True for tokens that consist of digits."""
         self.begins_with_digit = np.array([token[:1].isdigit() for token in tokens])
+        """True for tokens that begin with a digit."""
         self.no_digit_mask = ~_bitmask(self.begins_with_digit)
+        """Tokens that do not begin with a digit."""
         self.letter_mask = _bitmask(np.array([bool(token) and token[0] in LETTERS for token in tokens]))
         """Tokens that begin with a letter of ``LETTERS``."""
         self.closer_mask = _bitmask(np.array([token[:1] == b'"' and CLOSERS.issuperset(token) for token in tokens]))
@@ -68,7 +70,7 @@ class BoundedGuide(Guide):
         self._recent: list[int] = []
         """The last ``MAX_PERIOD`` tokens, the newest first."""
         self._repeated = [0] * MAX_PERIOD
-        """Per period p (index p - 1): number of tokens at the end of the output that equal the token p before them."""
+        """For each period p (index p - 1): number of last output tokens that equal the token p positions earlier."""
 
     def copy(self) -> BoundedGuide:
         copy = BoundedGuide(self._guide.copy(), self._classes, self._bounds_strings)
@@ -95,7 +97,8 @@ class BoundedGuide(Guide):
         return self._guide.is_terminated
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        """Stops before the first token at a limit, where the bitmask may forbid tokens that the grammar allows."""
+        """Number of leading ``tokens`` that the grammar allows, up to the first token at a limit, where the bitmask may
+        forbid tokens that the grammar allows."""
         count = self._guide.validate_tokens(tokens)
         state = BoundedGuide(self._guide, self._classes, self._bounds_strings)  # only its counters are used
         state._digits, state._recent, state._repeated = self._digits, self._recent.copy(), self._repeated.copy()
@@ -117,12 +120,15 @@ class BoundedGuide(Guide):
 
     @property
     def _is_repeating(self) -> bool:
+        """True if the repetition has reached its limit."""
         return self._bounds_strings and max(self._repeated) >= MAX_REPEATED
 
     def _at_bound(self, token: int) -> bool:
+        """True if a limit may forbid ``token`` next."""
         return self._is_repeating or (self._digits >= MAX_DIGITS and bool(self._classes.begins_with_digit[token]))
 
     def _count(self, token: int) -> None:
+        """Update the counters for an output token."""
         classes = self._classes
         before = self._digits if classes.all_digits[token] else 0
         self._digits = before + int(classes.trailing_digits[token])
@@ -133,7 +139,7 @@ class BoundedGuide(Guide):
 
 
 class BoundedGrammar(Grammar):
-    """Grammar whose guides are ``BoundedGuide``. Takes the same arguments."""
+    """Grammar with the limits of ``BoundedGuide``, and the same arguments."""
 
     def __init__(self, grammar: Grammar, classes: TokenClasses, bounds_strings: bool) -> None:
         self.size = grammar.size
@@ -146,12 +152,13 @@ class BoundedGrammar(Grammar):
 
 
 def _restrict(row: np.ndarray, mask: np.ndarray) -> None:
-    """Allow only the tokens in the mask, unless that would leave none."""
+    """Allow only tokens in ``mask``; leave ``row`` unchanged if that would forbid all tokens."""
     if (row & mask).any():
         row &= mask
 
 
 def _bitmask(is_set: np.ndarray) -> np.ndarray:
+    """Pack bools into int32, lowest bit first."""
     padded = np.zeros(-(-len(is_set) // 32) * 32, bool)
     padded[: len(is_set)] = is_set
     return np.packbits(padded, bitorder="little").view(np.int32)

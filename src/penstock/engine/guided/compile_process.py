@@ -2,9 +2,10 @@
 
 llguidance does not limit the time and memory of compilation. A compile process loads llguidance and the vocabulary
 once, has no threads, and forks itself for each grammar. The forked process reads its request from a socket and writes
-the result to it. The kernel ends it if it exceeds a limit, or if the engine closes the socket to cancel.
+the result to the same socket. The kernel ends the forked process if it exceeds a limit, or if the engine cancels by
+closing the socket.
 
-``serve`` is the main function of the process, ``CompileProcess`` the engine's side.
+``serve`` is the main function of the compile process; the engine uses ``CompileProcess``.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ MAX_CPU_TIME = 10.0
 """Maximum seconds of processor time to compile one grammar."""
 MAX_WALL_TIME = 60.0
 """Maximum seconds of wall time to compile one grammar."""
-LIMIT_EXCEEDED = f"compiling it takes more than {MAX_CPU_TIME:g} seconds, or too much memory"
+LIMIT_EXCEEDED = f"compiling it takes more than {MAX_CPU_TIME:g} seconds, or too much memory; simplify it"
+"""End of the error message for a grammar that exceeds a limit."""
 STACK_SIZE = 256 * 2**20
-"""Bytes of the stack for compilation, which recurses as deep as a schema's references. Only used pages take memory."""
+"""Bytes of the stack for compilation, which recurses to the depth of a schema's references. Only used pages take
+memory."""
 _LENGTH = 8
 """Bytes of the length prefix of a message."""
 
@@ -48,6 +51,7 @@ class CompileResult(msgspec.Struct, omit_defaults=True):
 
 
 Compile = Callable[[bytes], CompileResult]
+"""Function that compiles the grammar of an encoded request."""
 
 
 def serve(prepare: Callable[[bytes], Compile], max_memory: int) -> None:
@@ -57,7 +61,7 @@ def serve(prepare: Callable[[bytes], Compile], max_memory: int) -> None:
         prepare: creates the compile function from the ``vocabulary`` of ``CompileProcess``.
         max_memory: maximum bytes that compiling one grammar may add to the memory of this process.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forked processes
     control = socket.socket(fileno=sys.stdin.fileno())
     compile_grammar = prepare(_receive(control))
     while True:
@@ -102,7 +106,7 @@ def _end_on_close(connection: socket.socket) -> None:
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, os.O_ASYNC)
     with contextlib.suppress(BlockingIOError):
-        if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):  # already closed
+        if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):  # the connection is already closed
             os._exit(1)
 
 
@@ -112,11 +116,13 @@ def memory_in_use() -> int:
 
 
 def _memory(name: str) -> int:
+    """Bytes of a memory counter in ``/proc/self/status``."""
     match = re.search(rf"^{name}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(match[1]) * 1024 if match else 0
 
 
 def _send(connection: socket.socket, data: bytes) -> None:
+    """Send a message with a length prefix."""
     connection.sendall(len(data).to_bytes(_LENGTH) + data)
 
 
@@ -127,6 +133,7 @@ def _receive(connection: socket.socket) -> bytes:
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    """Receive ``count`` bytes; empty if the other side closes the connection before."""
     parts = bytearray()
     while len(parts) < count:
         part = connection.recv(min(count - len(parts), 2**20))
@@ -150,7 +157,7 @@ class Compilation:
             self._wait_for_start()
             self._connection.settimeout(timeout)
             self._connection.recv(1, socket.MSG_PEEK)
-            self._connection.settimeout(None)  # the rest arrives soon after the first byte
+            self._connection.settimeout(None)  # the whole result arrives soon after the first byte
             result = _receive(self._connection)
         except ConnectionResetError:
             result = b""
@@ -160,12 +167,12 @@ class Compilation:
 
     def lower_priority(self) -> None:
         """Give the process the lowest scheduling priority."""
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process may just have ended
             self._wait_for_start()
             os.setpriority(os.PRIO_PROCESS, self._pid, 19)
 
     def _wait_for_start(self) -> None:
-        """Wait until the process has been forked, for which the vocabulary has to be loaded."""
+        """Wait for the fork, which happens after the compile process has loaded the vocabulary."""
         if not self._pid:
             self._pid = int.from_bytes(_receive_exactly(self._connection, _LENGTH))
 
@@ -195,7 +202,7 @@ class CompileProcess:
         with theirs:
             command = [sys.executable, "-P", "-m", f"{__package__}.llguidance_process"]
             output = subprocess.DEVNULL
-            process = subprocess.Popen(  # in a process group of its own, which Ctrl-C in a terminal does not reach
+            process = subprocess.Popen(  # a separate process group, so that Ctrl-C in a terminal does not reach it
                 command, stdin=theirs.fileno(), stdout=output, stderr=output, process_group=0
             )
         self._process, self._control = process, ours
@@ -218,13 +225,15 @@ class CompileProcess:
                     self._process.kill()
                     self._process.wait()
             else:
-                raise PenstockError(Code.INTERNAL, "the process that compiles grammars has died twice")
+                message = "the process that compiles grammars has died twice; send the request again"
+                raise PenstockError(Code.INTERNAL, message)
         with contextlib.suppress(OSError):  # the process has died; ``Compilation.wait`` reports it
             _send(ours, request)
         return Compilation(ours)
 
 
 def _kill(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    """Kill a compile process and close its socket."""
     process.kill()
     process.wait()
     control.close()

@@ -29,22 +29,22 @@ logger = logging.getLogger(__name__)
 MAX_CACHED_BYTES = 2**28
 """Maximum bytes of cached grammars."""
 MIN_CACHED_SIZE = 2**16
-"""Minimum bytes that a cached grammar is counted with, for its key and bookkeeping."""
+"""Minimum size of a cached grammar in the sum of sizes, to account for the cache key and bookkeeping; bytes."""
 QUICK_TIME = 0.5
-"""Seconds after which a compilation moves to the threads for slow grammars, so that it does not delay quick ones."""
+"""Seconds after which a compilation moves to the threads for slow grammars, where it does not delay quick grammars."""
 MAX_NAMED_PARTS = 64
-"""Maximum number of schemas of a refused structural tag that are compiled one by one, to name the invalid one."""
+"""Maximum number of schemas of a refused structural tag that are compiled one by one, to find the invalid schema."""
 NUM_THREADS = 2
 """Number of threads for quick grammars, and number of threads for slow grammars."""
 
 
 class GrammarCompiler:
-    """Compiles grammars in processes with limits of time and memory, and caches them, except failed and cancelled ones.
+    """Compiles grammars in processes with limits of time and memory, and caches the compiled grammars.
 
-    A grammar not compiled within ``QUICK_TIME`` is compiled anew by the threads for slow grammars, at lowest priority.
+    A grammar not compiled within ``QUICK_TIME`` is compiled again by the threads for slow grammars, at lowest priority.
 
     Args:
-        backend: ``off`` to refuse all grammars; every other ``GuidedBackend`` means llguidance.
+        backend: ``off`` to refuse all grammars; every other ``GuidedBackend`` selects llguidance.
         vocab_size: number of tokens of the model.
     """
 
@@ -55,15 +55,17 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._vocabulary: Vocabulary | None = None
         self._vocabulary_failure: Failure | None = None
-        """Error of the backend for this vocabulary; None without one."""
+        """Error of the backend for this vocabulary; None without an error."""
         self._vocabulary_lock = threading.Lock()
         self._backend: LLGuidance | None = None
-        """None until the vocabulary is loaded."""
+        """llguidance with the vocabulary; None until the vocabulary is loaded."""
         self._preload: Future[None] | None = None
+        """Result of ``preload_vocabulary``; None if it was not called."""
         self._quick = _executor("compile")
         self._slow = _executor("compile-slow", _lower_priority)
         self._cache = GrammarCache()
         self._compiling: dict[GuidedDecodingParams, Future[Grammar]] = {}
+        """Futures of grammars that are being compiled."""
 
     def set_vocabulary(self, get_vocabulary: Callable[[], Vocabulary]) -> None:
         """Set the model's vocabulary, unless it is set already."""
@@ -79,15 +81,16 @@ class GrammarCompiler:
             self._preload = self._quick.submit(self._load_vocabulary)
 
     def compile(self, params: GuidedDecodingParams) -> Future[Grammar]:
-        """Compile a grammar, or get it from the cache. The future raises ``PenstockError`` if the grammar is invalid,
-        not supported, or exceeds the limits. Cancelling it ends the compilation.
+        """Compile a grammar, or get it from the cache. The returned future raises ``PenstockError`` if the grammar is
+        invalid, not supported, or exceeds the limits. Cancelling the future ends the compilation.
 
         Raises ``PenstockError``: ``unsupported`` if guided decoding is off, ``unavailable`` without a vocabulary.
         """
         if self._off:
-            raise PenstockError(Code.UNSUPPORTED, "guided decoding is off (guided_decoding_backend)", params.field)
+            message = "guided decoding is off (guided_decoding_backend); start the engine with auto to use it"
+            raise PenstockError(Code.UNSUPPORTED, message, params.field)
         if self._vocabulary is None:
-            raise PenstockError(Code.UNAVAILABLE, "the engine has no vocabulary for guided decoding yet")
+            raise PenstockError(Code.UNAVAILABLE, "the engine has no vocabulary for guided decoding yet; retry later")
         if (future := self._compiling.get(params)) and not future.done():
             return future
         future = Future()
@@ -99,7 +102,8 @@ class GrammarCompiler:
         return future
 
     def _run(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> None:
-        """Compile a grammar and complete ``future``, in a thread; after ``timeout``, move it to the slow threads."""
+        """Compile a grammar in a thread and complete ``future``. After ``timeout`` seconds, the compilation is moved to
+        the threads for slow grammars."""
         try:
             grammar = None if future.cancelled() else self._compile(params, future, timeout)
         except TimeoutError:
@@ -108,7 +112,7 @@ class GrammarCompiler:
         except Exception as error:
             self._forget(params, future)
             if future.set_running_or_notify_cancel():
-                # without the traceback, which would keep its frames' variables alive as long as the future
+                # The traceback would keep the variables of its frames alive as long as the future.
                 future.set_exception(error.with_traceback(None))
             return
         if grammar:
@@ -119,13 +123,14 @@ class GrammarCompiler:
             future.set_result(grammar)
 
     def _forget(self, params: GuidedDecodingParams, future: Future[Grammar]) -> None:
-        if self._compiling.get(params) is future:  # unless it was cancelled and replaced by another
+        """Remove a completed or cancelled future, unless a new future has replaced it."""
+        if self._compiling.get(params) is future:
             del self._compiling[params]
 
     def _compile(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> Grammar:
         """Compile a constraint. If a schema in a structural tag is invalid, the error quotes the text before it.
 
-        Raises ``TimeoutError`` if it takes longer than ``timeout`` seconds; None: no limit but that of the process.
+        Raises ``TimeoutError`` after ``timeout`` seconds (None: only the limits of the compile process apply).
         """
         try:
             return self._compile_whole(params, future, timeout)
@@ -141,6 +146,7 @@ class GrammarCompiler:
             raise
 
     def _compile_whole(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> Grammar:
+        """``_compile``, without finding the invalid schema of a structural tag."""
         field = params.field
         self._load_vocabulary()
         if (backend := self._backend) is None:
@@ -152,7 +158,7 @@ class GrammarCompiler:
         except UnsupportedError as error:
             raise _unsupported(field, str(error)) from error
         except RecursionError as error:
-            raise invalid(field, "is nested too deeply") from error
+            raise invalid(field, "is nested too deeply; reduce its nesting") from error
         except (ValueError, TypeError, AttributeError, AssertionError) as error:
             raise invalid(field, f"is invalid: {one_line(str(error))}") from error
         result = _compile_in_process(backend, request, future, timeout)
@@ -164,7 +170,7 @@ class GrammarCompiler:
         return BoundedGrammar(grammar, backend.token_classes, bounds_strings=not allows_free_text(params))
 
     def _load_vocabulary(self) -> None:
-        """Create the backend with the vocabulary. Does nothing after the first call, even if that failed."""
+        """Create the backend with the vocabulary. Only the first call has an effect, even if it fails."""
         with self._vocabulary_lock:
             if self._backend or self._vocabulary_failure:
                 return
@@ -183,6 +189,7 @@ class GrammarCompiler:
 def _compile_in_process(
     backend: LLGuidance, request: bytes, future: Future[Grammar], timeout: float | None
 ) -> CompileResult:
+    """Compile an encoded ``request`` in a separate process. Cancelling ``future`` ends the compilation."""
     compilation = backend.process.compile(request)
     try:
         future.add_done_callback(lambda _: compilation.cancel())
@@ -194,6 +201,7 @@ def _compile_in_process(
 
 
 def _unsupported(field: str, message: str) -> PenstockError:
+    """Error for a constraint that llguidance does not support; ``message`` names the unsupported part."""
     return PenstockError(Code.UNSUPPORTED, f"{field}: not supported: {message}", field)
 
 
@@ -206,12 +214,14 @@ class GrammarCache:
         self._lock = threading.Lock()
 
     def get(self, params: GuidedDecodingParams) -> Grammar | None:
+        """Cached grammar of a constraint; None if it is not cached."""
         with self._lock:
             if params in self._grammars:
                 self._grammars.move_to_end(params)
             return self._grammars.get(params)
 
     def add(self, params: GuidedDecodingParams, grammar: Grammar) -> None:
+        """Cache a grammar, and evict the least recently used ones beyond the limit."""
         with self._lock:
             if params in self._grammars:
                 return
@@ -226,7 +236,7 @@ def _size(grammar: Grammar) -> int:
 
 
 def _executor(name: str, initializer: Callable[[], None] | None = None) -> ThreadPoolExecutor:
-    """Threads with a stack that is large enough for the deepest allowed schema."""
+    """Create ``NUM_THREADS`` threads with stacks that are large enough for the deepest allowed schema."""
     default_stack_size = threading.stack_size(STACK_SIZE)
     try:
         executor = ThreadPoolExecutor(NUM_THREADS, name, initializer)
@@ -239,4 +249,5 @@ def _executor(name: str, initializer: Callable[[], None] | None = None) -> Threa
 
 
 def _lower_priority() -> None:
+    """Give this thread the lowest scheduling priority."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -9,7 +9,7 @@ SOURCE_LINE = re.compile(r"\d+ \| ")
 
 
 class UnsupportedError(ValueError):
-    """A grammar needs a feature that llguidance does not support; the message names it."""
+    """A grammar needs a feature that llguidance does not support; the message names the feature."""
 
 
 def one_line(message: str) -> str:

@@ -1,6 +1,7 @@
 """The process that compiles grammars with llguidance: ``python -m penstock.engine.guided.llguidance_process``.
 
-llguidance cannot serialize a compiled grammar, so the engine compiles it again once it has passed the limits here.
+llguidance cannot serialize a compiled grammar. Therefore the engine compiles a grammar again after this process has
+compiled it within the limits.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from .errors import one_line
 from .vocabulary import load_tokenizer
 
 MAX_MEMORY = 2**28
-"""Maximum bytes to compile one grammar, its first state included."""
+"""Maximum bytes of memory to compile one grammar and its first state."""
 MAX_LEXER_STATES = 50_000
-"""Maximum number of states of a grammar's lexer, of one or two kB each. They are created as sequences reach them."""
+"""Maximum number of states of a grammar's lexer. A state takes one or two kB, and is created when a sequence reaches
+it."""
 
 
 class VocabularyMessage(msgspec.Struct):
-    """Arguments of ``load_tokenizer``."""
+    """First message to the process: the arguments of ``load_tokenizer``."""
 
     vocabulary: Vocabulary
     vocab_size: int
+    """Number of tokens of the model, padding included."""
 
 
 def compile_grammar(tokenizer: Any, grammar: str) -> Any:
-    """Compile a grammar and its first state. Returns llguidance's matcher, which may have an error."""
+    """Compile a grammar and its first state. Returns llguidance's matcher (``is_error()`` after a failure)."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(max_lexer_states=MAX_LEXER_STATES))
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -39,6 +42,7 @@ def compile_grammar(tokenizer: Any, grammar: str) -> Any:
 
 
 def _prepare(message: bytes) -> Compile:
+    """Load the vocabulary of a ``VocabularyMessage``. Returns the compile function."""
     start = msgspec.json.decode(message, type=VocabularyMessage)
     tokenizer = load_tokenizer(start.vocabulary, start.vocab_size)
 

@@ -12,20 +12,20 @@ from .backend import Grammar, Guide
 
 
 class ReasoningPhase(Enum):
-    """Part of the output that a sequence's next token belongs to."""
+    """Part of the output to which the next token of a sequence belongs."""
 
-    OPENING = auto()  # forced tokens that begin the reasoning
-    BEFORE = auto()  # the first token begins either the reasoning or the answer
-    REASONING = auto()
-    SEPARATOR = auto()  # between the end-of-reasoning token and the answer
-    ANSWER = auto()
+    OPENING = auto()  # forced tokens at the start, ``ReasoningSpan.opening``
+    BEFORE = auto()  # first token of the output, which begins either the reasoning or the answer
+    REASONING = auto()  # reasoning, up to the end-of-reasoning token
+    SEPARATOR = auto()  # forced tokens before the answer, ``ReasoningSpan.answer``
+    ANSWER = auto()  # answer, which the grammar constrains
 
 
 class ReasoningGuide(Guide):
     """Guides a sequence through its reasoning, then applies the guide of the answer.
 
     Args:
-        span: token ids around the reasoning.
+        span: token ids that delimit the reasoning.
         reasoning_limit: number of reasoning tokens after which the end-of-reasoning token is forced; None: unlimited.
         answer: guide of the answer; None allows any answer.
         answer_limit: maximum number of tokens of the answer; None: unlimited.
@@ -36,8 +36,10 @@ class ReasoningGuide(Guide):
     ) -> None:
         self._span = span
         self._reasoning_left = reasoning_limit
+        """Number of reasoning tokens until the limit; None: unlimited."""
         self._answer = answer
         self._answer_left = answer_limit
+        """Number of answer tokens until the limit; None: unlimited."""
         self._phase = ReasoningPhase.OPENING if span.opening else ReasoningPhase.BEFORE
         if span.begun:
             self._phase = ReasoningPhase.REASONING
@@ -82,6 +84,7 @@ class ReasoningGuide(Guide):
         return self._answer is None or self._answer.accept_token(token)
 
     def _accept_forced(self, tokens: tuple[int, ...], next_phase: ReasoningPhase) -> None:
+        """Count a forced token. After the last of ``tokens``, continue with ``next_phase``."""
         self._num_forced += 1
         if self._num_forced == len(tokens):
             self._phase, self._num_forced = next_phase, 0
@@ -143,5 +146,5 @@ def make_guide(request: EngineRequest, grammar: Grammar | None) -> Guide | None:
 
 
 def _allow(row: np.ndarray, token: int) -> None:
-    """Set a token's bit."""
+    """Allow a token in a bitmask."""
     row.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))

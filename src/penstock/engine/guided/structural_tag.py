@@ -1,7 +1,7 @@
 """Structural tags: combinations of texts, schemas and regular expressions, parsed from requests.
 
 A request contains either ``{"structures", "triggers"}``, free text with tagged parts, or ``{"format": …}``, a tree of
-formats with a ``type`` each. Names and fields are those of xgrammar and vLLM.
+formats, each with a ``type``. Names and fields are those of xgrammar and vLLM.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class JSONSchemaFormat:
     schema: dict[str, Any]
     """JSON Schema without annotations (``drop_annotations``)."""
     separators: tuple[str, str] | None = None
-    """Text between items, and text between key and value; None for the request's whitespace options."""
+    """Text between items, and text between key and value; None: JSON's, with the request's whitespace options."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,12 @@ class RegexFormat:
     """A text that matches a regular expression."""
 
     pattern: str
+    """Regular expression in the syntax of Rust's ``regex``."""
 
 
 @dataclass(frozen=True)
 class SequenceFormat:
-    """Formats one after the other."""
+    """Several formats in a fixed order."""
 
     parts: tuple[Format, ...]
 
@@ -60,11 +61,11 @@ class OrFormat:
 
 @dataclass(frozen=True)
 class RepeatFormat:
-    """A repeated format."""
+    """An optional or repeated format."""
 
     part: Format
     quantifier: str
-    """``?``, ``*`` or ``+``, as in regular expressions."""
+    """``?``, ``*`` or ``+``, with the meaning of regular expressions."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +86,19 @@ class TagFormat:
 
 @dataclass(frozen=True)
 class TriggeredTagsFormat:
-    """Free text with tags."""
+    """Free text with any number of tags."""
 
     tags: tuple[TagFormat, ...]
 
 
 Format = ConstStringFormat | JSONSchemaFormat | RegexFormat | SequenceFormat | OrFormat | RepeatFormat
+"""Formats that may be nested."""
 
 
 def parse_structural_tag(params: GuidedDecodingParams) -> Format | TriggeredTagsFormat:
     """Parse the structural tag of a request.
 
-    Raises ``ValueError`` if it is invalid, ``UnsupportedError`` for unknown formats and fields.
+    Raises ``ValueError`` for an invalid structural tag, ``UnsupportedError`` for unknown formats and fields.
     """
     document = json.loads(params.structural_tag)
     if document.get("type", "structural_tag") != "structural_tag":
@@ -113,7 +115,7 @@ def parse_structural_tag(params: GuidedDecodingParams) -> Format | TriggeredTags
 
 
 def allows_free_text(params: GuidedDecodingParams) -> bool:
-    """True if a constraint allows text that is neither fixed nor within JSON."""
+    """True if a structural tag allows text other than fixed texts and JSON; False for other constraints."""
     return bool(params.structural_tag) and _has_free_text(parse_structural_tag(params))
 
 
@@ -129,6 +131,7 @@ def json_parts(params: GuidedDecodingParams) -> list[tuple[str, dict[str, Any]]]
 
 
 def _schemas(part: Format | TriggeredTagsFormat, before: str) -> list[tuple[str, dict[str, Any]]]:
+    """Schemas in a format, each with the last fixed text before it; ``before`` if the format has no such text."""
     match part:
         case JSONSchemaFormat(schema):
             return [(before, schema)]
@@ -149,6 +152,7 @@ def _schemas(part: Format | TriggeredTagsFormat, before: str) -> list[tuple[str,
 
 
 def _has_free_text(part: Format | TriggeredTagsFormat) -> bool:
+    """True if a format contains a regular expression or triggered tags."""
     match part:
         case SequenceFormat(parts) | OrFormat(parts):
             return any(map(_has_free_text, parts))
@@ -158,17 +162,19 @@ def _has_free_text(part: Format | TriggeredTagsFormat) -> bool:
 
 
 def _structures(document: dict[str, Any]) -> TriggeredTagsFormat:
+    """Parse ``{"structures", "triggers"}``."""
     tags = []
     for structure in _objects(document, "structures"):
         _check_fields(structure, "begin", "schema", "end")
         begin, schema, end = structure.get("begin"), structure.get("schema", {}), structure.get("end", "")
         if not isinstance(schema, dict):
-            raise ValueError(f"schema must be an object, is {schema!r}")
+            raise ValueError(f"schema must be an object, is {schema!r:.50}")
         tags.append(_tag(document.get("triggers"), begin, JSONSchemaFormat(drop_annotations(schema)), end))
     return TriggeredTagsFormat(tuple(tags))
 
 
 def _triggered(fields: dict[str, Any]) -> TriggeredTagsFormat:
+    """Parse a format ``triggered_tags``."""
     _check_fields(fields, "triggers", "tags")
     tags = []
     for tag in _objects(fields, "tags"):
@@ -178,15 +184,16 @@ def _triggered(fields: dict[str, Any]) -> TriggeredTagsFormat:
 
 
 def _tag(triggers: Any, begin: Any, content: Format, end: Any) -> TagFormat:
+    """Tag with the one of ``triggers`` with which ``begin`` starts."""
     if not isinstance(triggers, list) or not all(isinstance(trigger, str) and trigger for trigger in triggers):
         raise ValueError(f"triggers must be a list of non-empty strings, is {triggers!r:.50}")
     if not isinstance(begin, str) or not isinstance(end, str):
         raise ValueError(f"begin and end must be strings, are {begin!r:.50} and {end!r:.50}")
     matching = {trigger for trigger in triggers if begin.startswith(trigger)}
     if not matching:
-        raise ValueError(f"begin must start with a trigger, is {begin!r:.50}")
+        raise ValueError(f"begin must start with a trigger ({triggers!r:.100}), is {begin!r:.50}")
     if len(matching) > 1:
-        raise UnsupportedError(f"begin {begin!r:.50}, which starts with several triggers")
+        raise UnsupportedError(f"begin {begin!r:.50}, which starts with several triggers, {sorted(matching)!r:.100}")
     return TagFormat(matching.pop(), begin, content, end)
 
 
@@ -206,7 +213,7 @@ def _tag_fields(tag: dict[str, Any]) -> tuple[str, Format, str]:
 def _format(fields: dict[str, Any]) -> Format:
     kind = fields.get("type")
     if kind == "triggered_tags":
-        raise UnsupportedError("triggered_tags within another format")
+        raise UnsupportedError("triggered_tags within another format; use it as the only format")
     if kind not in FORMATS:
         message = f"format {kind!r:.50}; supported are {', '.join(FORMATS)}, and triggered_tags as the only format"
         raise UnsupportedError(message)
@@ -214,6 +221,7 @@ def _format(fields: dict[str, Any]) -> Format:
 
 
 def _text(fields: dict[str, Any]) -> Format:
+    """Parse a format ``const_string``."""
     _check_fields(fields, "value")
     if not isinstance(value := fields.get("value"), str):
         raise ValueError(f"value must be a string, is {value!r:.50}")
@@ -221,6 +229,7 @@ def _text(fields: dict[str, Any]) -> Format:
 
 
 def _json(fields: dict[str, Any]) -> Format:
+    """Parse a format ``json_schema``."""
     _check_fields(fields, "json_schema", "separators")
     schema, separators = fields.get("json_schema"), fields.get("separators")
     if isinstance(schema, bool):
@@ -236,6 +245,7 @@ def _json(fields: dict[str, Any]) -> Format:
 
 
 def _regex(fields: dict[str, Any]) -> Format:
+    """Parse a format ``regex``."""
     _check_fields(fields, "pattern")
     if not isinstance(pattern := fields.get("pattern"), str):
         raise ValueError(f"pattern must be a string, is {pattern!r:.50}")
@@ -243,16 +253,19 @@ def _regex(fields: dict[str, Any]) -> Format:
 
 
 def _sequence(fields: dict[str, Any]) -> Format:
+    """Parse a format ``sequence``."""
     _check_fields(fields, "elements")
     return SequenceFormat(tuple(map(_format, _objects(fields, "elements"))))
 
 
 def _or(fields: dict[str, Any]) -> Format:
+    """Parse a format ``or``."""
     _check_fields(fields, "elements")
     return OrFormat(tuple(map(_format, _objects(fields, "elements"))))
 
 
 def _repeated(fields: dict[str, Any]) -> Format:
+    """Parse a format ``optional``, ``star`` or ``plus``."""
     _check_fields(fields, "content")
     if not isinstance(content := fields.get("content"), dict):
         raise ValueError(f"content must be an object, is {content!r:.50}")
@@ -260,11 +273,13 @@ def _repeated(fields: dict[str, Any]) -> Format:
 
 
 def _tag_format(fields: dict[str, Any]) -> Format:
+    """Parse a format ``tag``, which has no trigger."""
     begin, content, end = _tag_fields(fields)
     return SequenceFormat((ConstStringFormat(begin), content, ConstStringFormat(end)))
 
 
 def _tags_with_separator(fields: dict[str, Any]) -> Format:
+    """Parse a format ``tags_with_separator``."""
     _check_fields(fields, "tags", "separator", "at_least_one", "stop_after_first")
     separator = fields.get("separator")
     at_least_one, once = fields.get("at_least_one", False), fields.get("stop_after_first", False)
@@ -301,7 +316,7 @@ def _check_fields(fields: dict[str, Any], *names: str) -> None:
 
 
 def _depth(fields: dict[str, Any]) -> int:
-    """Depth of nested formats."""
+    """Depth of nested formats; 1 without nested formats."""
     depth, level = 0, [fields]
     while level:
         depth += 1

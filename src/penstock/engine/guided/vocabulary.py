@@ -13,18 +13,20 @@ from .added_tokens import AddedTokens
 from .errors import one_line
 
 GIL_PAUSE = 0.05
-"""Seconds to pause between the two halves of loading a tokenizer. Each holds the GIL; a step can start in between."""
+"""Seconds to pause between the two halves of loading a tokenizer. Each half holds the GIL; during the pause, a step can
+start."""
 SLICES = [
     r"[ \n\r\t]+",
     *(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (2, 4, 6, 8, 10, 12, 16, 20, 30)),
     r'[^"\\\x00-\x1F\x7F]+',
 ]
-"""llguidance's slices: sets of tokens whose bits are computed together. Here: whitespace, and JSON strings of up to
-several lengths. With llguidance's two default lengths, bitmasks of length-limited strings take 1.4 times as long."""
+"""llguidance's slices: sets of tokens whose bits are computed together. These are whitespace, and parts of JSON strings
+up to ten different lengths. With llguidance's two default lengths, bitmasks of length-limited strings take 1.4 times as
+long."""
 
 
 def sampled_vocabulary(vocabulary: Vocabulary, vocab_size: int) -> Vocabulary:
-    """Remove added tokens that the model cannot sample, since their ids are not below ``vocab_size``.
+    """Copy a vocabulary without the added tokens that the model cannot sample (ids from ``vocab_size`` on).
 
     Args:
         vocab_size: number of tokens of the model.
@@ -64,12 +66,12 @@ def read_added_tokens(vocabulary: Vocabulary) -> AddedTokens:
 
 
 def check_no_added_tokens(params: GuidedDecodingParams, added_tokens: Iterable[str]) -> None:
-    """Raise ``PenstockError`` (``unsupported``) if a constant, pattern or choice contains the text of an added token:
-    the model generates it as that token, but llguidance matches text."""
+    """Raise ``PenstockError`` (``unsupported``) if a constant, pattern or choice contains the text of an added token.
+    The model generates this text as the added token, which llguidance does not match with text."""
     document = params.json or params.structural_tag
     text = "\n".join([params.regex or "", *(params.choice or ()), *_constants(document and json.loads(document))])
     if token := next((token for token in added_tokens if token in text), None):
-        message = f"{params.field}: not supported: {token!r} is an added token of this model, not text"
+        message = f"{params.field}: not supported: {token!r}, which is an added token of this model instead of text"
         raise PenstockError(Code.UNSUPPORTED, message, params.field)
 
 

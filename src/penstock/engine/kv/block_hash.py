@@ -1,4 +1,4 @@
-"""Hashes for prefix caching: one per full block, over its tokens and all tokens before them."""
+"""Hashes for prefix caching: one per full block, of the tokens from the start of the sequence to the block's end."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from penstock.core.multimodal import ImageInput
 
 HASH_BYTES = 16
-"""Length of a hash. 128 bits, since a collision would mix the KV of different prompts, possibly of different users."""
+"""Bytes of a hash. 128 bits make a collision, which would mix the KV of different prompts or users, improbable."""
 
 
 def root_hash(weights: str, adapter: str = "", salt: str = "") -> bytes:
-    """Parent hash of the first block, over everything besides the tokens that keys and values depend on.
+    """Parent hash of the first block: a hash of everything but the tokens on which keys and values depend.
 
     Args:
         weights: version of the weights.
@@ -40,8 +40,8 @@ def extend_block_hashes(
     placeholders are the same token.
 
     Args:
-        block_hashes: the i-th is the hash of the first ``(i + 1) * block_size`` tokens.
-        start: ``root_hash``, the parent hash of the first block; unused if ``block_hashes`` is not empty.
+        block_hashes: entry i is the hash of the first ``(i + 1) * block_size`` tokens.
+        start: parent hash of the first block (``root_hash``); unused if ``block_hashes`` is not empty.
         images: images of the prompt, which is the beginning of ``tokens``.
     """
     for begin in range(len(block_hashes) * block_size, len(tokens) // block_size * block_size, block_size):

@@ -19,13 +19,16 @@ class BlockPool:
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.total = blocks
+        """Number of blocks."""
         self.block_size = block_size
         self._ref_counts = [0] * blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
+        """Ordered set of the free blocks, in the order of allocation."""
         self._block_by_hash: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * blocks
+        """Hash of each cached block; None for blocks that are not cached."""
         self.num_evictions = 0
-        """Number of cached blocks that were evicted (allocated again)."""
+        """Number of cached blocks that were allocated again, and so evicted from the prefix cache."""
 
     @property
     def num_free(self) -> int:
@@ -46,7 +49,7 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate blocks, each with one reference. Raises ``ValueError`` if fewer are free."""
+        """Allocate ``count`` blocks, each with one reference. Raises ``ValueError`` if fewer blocks are free."""
         if count > len(self._free):
             raise ValueError(f"cannot allocate {count} blocks: {len(self._free)} are free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -57,7 +60,7 @@ class BlockPool:
         return blocks
 
     def incref(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block. Blocks may be in use, or free and cached."""
+        """Add a reference to each block. The blocks may be in use, or free and cached."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 del self._free[block]
@@ -66,11 +69,11 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Remove a reference from each block of a sequence.
 
-        Blocks that are not cached are reused before all cached blocks.
+        Freed blocks that are not cached will be allocated before all cached blocks.
 
         Args:
-            blocks: blocks in the order of the tokens. The last is freed first, so that the end of a cached prefix is
-                evicted before its beginning.
+            blocks: blocks in the order of the tokens. The last block is freed first, so that the end of a cached prefix
+                is evicted before its beginning.
         """
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
@@ -88,8 +91,8 @@ class BlockPool:
             self._hash_of[block] = block_hash
 
     def find_longest_hit(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix: those of ``block_hashes`` before the first hash that is not cached.
-        Adds no references; call ``incref`` to keep them."""
+        """Blocks of the longest cached prefix: the blocks cached under the leading ``block_hashes``, up to the first
+        hash that is not cached. This adds no references; call ``incref`` to keep the blocks."""
         blocks = []
         for block_hash in block_hashes:
             if (block := self._block_by_hash.get(block_hash)) is None:
@@ -113,7 +116,7 @@ class BlockPool:
         return "".join("3" if refs > 1 else "2" if refs else "0" if cached is None else "1" for refs, cached in blocks)
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """Number of ``blocks`` without references: ``incref`` of all of them lowers ``num_free`` by this number."""
+        """Number of ``blocks`` without references, by which ``incref(blocks)`` would lower ``num_free``."""
         return sum(self._ref_counts[block] == 0 for block in blocks)
 
     def clear_cache(self) -> None:
@@ -127,6 +130,7 @@ class BlockPool:
             self._evict(block)
 
     def _evict(self, block: int) -> None:
+        """Remove a block from the prefix cache; ignored if it is not cached."""
         if (block_hash := self._hash_of[block]) is not None:
             del self._block_by_hash[block_hash]
             self._hash_of[block] = None

@@ -18,38 +18,40 @@ from .block_pool import BlockPool
 from .offloading import KVOffloading
 
 SPARE_BLOCKS = 32
-"""An import leaves at least ``1 / SPARE_BLOCKS`` of all blocks free for running sequences."""
+"""An import leaves at least the share ``1 / SPARE_BLOCKS`` of all blocks free for running sequences."""
 
 
 class CacheHit(NamedTuple):
-    """Leading tokens of a waiting sequence whose KV exists already."""
+    """Leading tokens of a waiting sequence with existing KV."""
 
     num_computed: int
-    """Number of these tokens."""
+    """Number of tokens with existing KV."""
     blocks: list[int]
-    """Their cached blocks on the device; empty for a sequence that is swapped in."""
+    """Cached blocks of these tokens on the device; empty for a sequence that is swapped in."""
     num_loaded: int = 0
     """Number of further blocks to load from the host tier of the prefix cache."""
 
 
 class ImportedPrefix(NamedTuple):
-    """Leading tokens of a prompt whose KV was imported from another engine. Holds a reference to each block."""
+    """Leading tokens of a prompt with KV imported from another engine. The prefix has a reference to each block."""
 
     num_tokens: int
+    """Number of tokens of the prefix."""
     blocks: list[int]
+    """KV blocks of the prefix."""
     num_cached: int
-    """Number of these tokens that came from the prefix cache, of this engine or the other."""
+    """Number of tokens that were in the prefix cache of this engine or the other engine."""
     generation: int = 0
-    """``KVCacheManager.generation`` at the time of the import."""
+    """``KVCacheManager.generation`` when the prefix was imported."""
 
 
 class BlockDemand(NamedTuple):
     """Numbers of KV blocks that a waiting sequence needs to start."""
 
     total: int
-    """Length of its block table, with the blocks of its cache hit."""
+    """Length of the block table, with the blocks of the cache hit."""
     from_free: int
-    """Number of blocks of ``total`` that are free now: ``BlockPool.num_free`` decreases by it."""
+    """Number of blocks of ``total`` that are free now, by which ``BlockPool.num_free`` decreases."""
     reserved: int
     """Number of free blocks to reserve beyond ``total`` (``guaranteed_no_evict``)."""
 
@@ -84,11 +86,12 @@ class KVCacheManager:
         self._host_pool = host_pool
         self._weights = weights
         self.offloading = offloading
-        """Host and disk tiers of the prefix cache; None without them."""
+        """Host and disk tiers of the prefix cache; None without tiers."""
         self._never_evict = options.batch_scheduler_policy == "guaranteed_no_evict"
         self.generation = 0
         """Number of calls of ``forget_contents``."""
         self._reserved = 0
+        """Total number of free blocks reserved for running sequences."""
         self._imported: dict[Sequence, ImportedPrefix] = {}
         """Imported prefixes of waiting sequences, the oldest first."""
         self.num_hit_blocks = 0
@@ -102,8 +105,8 @@ class KVCacheManager:
     def worst_case_blocks(self, request: EngineRequest) -> int:
         """Maximum number of blocks of a request, reached when all its sequences have their maximum length.
 
-        The sequences share the full blocks of the prompt. Several sequences need one more block while the partial block
-        is copied on write. Beams fork in every step, and need one more block each.
+        The sequences share the full blocks of the prompt. If a request has several sequences, it needs one more block
+        while the partial block is copied on write. Beams fork in every step, and need one more block each.
         """
         sampling, max_tokens = request.sampling, 0 if request.pooling else request.sampling.max_tokens
         assert max_tokens is not None
@@ -118,15 +121,15 @@ class KVCacheManager:
         self.forget_contents()
 
     def forget_contents(self) -> None:
-        """Invalidate the contents of all blocks: empty the prefix cache, and ignore imports that began before."""
+        """Invalidate the contents of all blocks: empty the prefix cache, and ignore imports that began earlier."""
         self.generation += 1
         self._device_pool.clear_cache()
 
     # --- A sequence starts or grows -----------------------------------------------------------------------------------
 
     def find_cache_hit(self, sequence: Sequence) -> CacheHit:
-        """Find the longest prefix of a waiting sequence whose KV exists: swapped out, imported, or in the prefix cache.
-        At least one token is left to compute."""
+        """Find the longest prefix of a waiting sequence with existing KV: swapped out, imported or in the prefix cache.
+        At least one token remains to be computed."""
         if sequence.state is State.SWAPPED:
             return CacheHit(sequence.num_computed, [])
         if prefix := self._imported.get(sequence):
@@ -147,8 +150,8 @@ class KVCacheManager:
             alone: True if no other sequence runs; then ``kv_cache_ratio`` is not enforced.
 
         Returns:
-            Blocks to load in its first step (``Plan.loads``). None if too few blocks are free; nothing has changed
-            then.
+            Blocks to load in the sequence's first step (``Plan.loads``). None if not enough blocks are free; then the
+            sequence is unchanged.
         """
         pool = self._device_pool
         demand = self._block_demand(sequence, hit, count)
@@ -190,15 +193,15 @@ class KVCacheManager:
         return BlockDemand(total, from_free, reserved)
 
     def num_blocks_to_start(self, sequence: Sequence) -> int:
-        """Number of free blocks that a waiting sequence takes or reserves when it starts with all of its tokens."""
+        """Number of free blocks that a waiting sequence takes or reserves if its first step computes all its tokens."""
         hit = self.find_cache_hit(sequence)
         demand = self._block_demand(sequence, hit, len(sequence.tokens) - hit.num_computed)
         return demand.from_free + demand.reserved
 
     @property
     def num_blocks_for_starts(self) -> int:
-        """Number of free blocks that waiting sequences may take while others run: free blocks that are neither reserved
-        nor held back by ``kv_cache_ratio``."""
+        """Number of free blocks that waiting sequences may take while other sequences run: free blocks that are neither
+        reserved nor held back by ``kv_cache_ratio``."""
         pool = self._device_pool
         held_back = pool.total - int(self._options.kv_cache_ratio * pool.total)
         return pool.num_free - max(self._reserved, held_back)
@@ -210,10 +213,10 @@ class KVCacheManager:
 
     def append_slots(self, sequence: Sequence, num_blocks: int) -> list[tuple[int, int]]:
         """Allocate blocks for the next tokens of a running sequence. Copy on write: if the next token would be written
-        to a shared block, one of the new blocks replaces it.
+        to a shared block, one of the new blocks replaces that block.
 
         Args:
-            num_blocks: ``num_blocks_to_allocate``.
+            num_blocks: result of ``num_blocks_to_allocate``.
 
         Returns the blocks to copy as (source, target).
         """
@@ -233,7 +236,7 @@ class KVCacheManager:
         return copies
 
     def cache_full_blocks(self, sequence: Sequence, start: int, end: int, new_token_ids: list[int]) -> None:
-        """Add the blocks that are full now that tokens ``start`` to ``end`` are computed to the prefix cache.
+        """Add blocks to the prefix cache that are full after tokens ``start`` to ``end`` were computed.
 
         Args:
             new_token_ids: tokens that are about to be appended to ``sequence.tokens``; some may be computed already.
@@ -255,7 +258,7 @@ class KVCacheManager:
             self.offloading.forget(sequence.block_hashes)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, on the device and in the host tier; files of the disk tier stay."""
+        """Empty the prefix cache, on the device and in the host tier. Files of the disk tier are not deleted."""
         self._device_pool.clear_cache()
         if self.offloading:
             self.offloading.clear()
@@ -263,7 +266,8 @@ class KVCacheManager:
     # --- KV moves between tiers of the prefix cache -------------------------------------------------------------------
 
     def read_prefix(self, request: EngineRequest) -> Future[None] | None:
-        """Start to read those blocks of a prompt that only the disk has into the host tier. None if there are none."""
+        """Start to read blocks of a prompt that only the disk tier has into the host tier. None if there is nothing to
+        read."""
         sampling = request.sampling
         if not self.offloading or sampling.prompt_logprobs is not None or sampling.return_context_logits:
             return None
@@ -293,9 +297,9 @@ class KVCacheManager:
             min_tokens: minimum number of uncached tokens for an import.
 
         Returns:
-            Number of leading tokens that are in the prefix cache, whose blocks must not be written, and the blocks of
-            all tokens, with a reference each; no blocks if fewer than ``min_tokens`` are uncached. None if too few
-            blocks are free.
+            Number of leading tokens in the prefix cache, and the blocks of all tokens, with one reference each. The
+            blocks of the cached tokens must not be written. The list is empty if fewer than ``min_tokens`` tokens are
+            uncached. None if not enough blocks are free.
         """
         pool = self._device_pool
         hit = pool.find_longest_hit(hashes)
@@ -314,7 +318,7 @@ class KVCacheManager:
         return num_cached, hit + pool.allocate(count)
 
     def finish_import(self, hashes: list[bytes], blocks: list[int], num_tokens: int, num_cached: int) -> ImportedPrefix:
-        """Add the blocks of ``begin_import`` to the prefix cache, once they are written."""
+        """Add the blocks of ``begin_import`` to the prefix cache. Call this after they are written."""
         for block, block_hash in zip(blocks, hashes, strict=False):
             self._device_pool.cache_block(block, block_hash)
         if self.offloading:
@@ -334,25 +338,26 @@ class KVCacheManager:
         self._device_pool.release(prefix.blocks)
 
     def release_imported(self, sequence: Sequence) -> None:
-        """Release the imported prefix of a waiting sequence, if it has one."""
+        """Release the imported prefix of a waiting sequence; ignored if it has no imported prefix."""
         if sequence in self._imported:
             self._drop(sequence)
 
     def drop_import(self, keep: Sequence | None = None) -> bool:
-        """Release the imported prefix that was attached last, except that of ``keep``. Its blocks stay in the prefix
-        cache until they are reused. Returns False if no imported prefix is attached."""
+        """Release the imported prefix that was attached last, to a sequence other than ``keep``. Its blocks remain in
+        the prefix cache until they are reused. Returns False if no other sequence has an imported prefix."""
         sequence = next((one for one in reversed(self._imported) if one is not keep), None)
         if sequence:
             self._drop(sequence)
         return sequence is not None
 
     def _drop(self, sequence: Sequence) -> None:
+        """Release the imported prefix of a sequence."""
         self._device_pool.release(self._imported.pop(sequence).blocks)
 
     # --- A sequence is forked -----------------------------------------------------------------------------------------
 
     def fork(self, first: Sequence, index: int) -> Sequence:
-        """Fork ``first``: create sequence ``index`` of its request as a copy that shares its blocks."""
+        """Fork ``first``: create sequence ``index`` of its request as a copy with the same blocks."""
         shared = first.blocks[: self._device_pool.blocks_for(first.num_scheduled)]
         sibling = first.fork(index, shared)
         self._device_pool.incref(shared)
@@ -363,7 +368,7 @@ class KVCacheManager:
         return sibling
 
     def reorder_beams(self, beams: list[Sequence], parents: list[int], token_ids: list[int]) -> None:
-        """Set each beam ``i`` to the state of beam ``parents[i]``, sharing its blocks, and append ``token_ids[i]``."""
+        """Replace each beam ``i`` by beam ``parents[i]``, with the same blocks, and append ``token_ids[i]``."""
         old = [(beam.tokens, beam.blocks, beam.block_hashes) for beam in beams]
         for beam, parent, token in zip(beams, parents, token_ids, strict=True):
             tokens, blocks, block_hashes = old[parent]
@@ -398,7 +403,7 @@ class KVCacheManager:
 
     def swap_out(self, sequence: Sequence) -> list[tuple[int, int]]:
         """Allocate host blocks for all blocks of a sequence. Returns the blocks to copy as (device, host); empty if
-        swapping is off, or too few host blocks are free."""
+        swapping is off, or not enough host blocks are free."""
         if not self._host_pool or len(sequence.blocks) > self._host_pool.num_free:
             return []
         sequence.host_blocks = self._host_pool.allocate(len(sequence.blocks))

@@ -1,7 +1,7 @@
 """The disk tier of the prefix cache: a folder with one file per block, which threads read and write.
 
-Any error of the disk or a file is a cache miss. Files are verified by a checksum that is seeded with the block's hash,
-and are renamed to their final names only once they are complete.
+Any error of the disk or a file is a cache miss. Files are verified by a checksum that is seeded with the block's hash.
+A file is renamed to its final name once it is complete.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ logger = logging.getLogger(__name__)
 NUM_READERS = 2
 """Number of reader threads."""
 READ_TIMEOUT = 5.0
-"""Seconds without a block from the disk after which waiting requests give up and compute the rest of their prefix."""
+"""Seconds without a block from the disk after which waiting requests compute the missing part of their prefix."""
 RETRY_AFTER = 30.0
-"""Seconds without writes after a disk error."""
+"""Seconds to pause writing after a disk error."""
 CLOSE_TIMEOUT = 5.0
 """Maximum seconds to write queued blocks in ``close``."""
 MAX_QUEUED = 65536
 """Maximum number of blocks queued for writing."""
 SCANS_PER_LIMIT = 16
-"""Number of scans of the folder while data of its size limit is written."""
+"""The folder is scanned each time that ``1 / SCANS_PER_LIMIT`` of its size limit was written."""
 STALE_AFTER = 3600.0
-"""Seconds after which an incomplete file is assumed to be left by a dead process."""
+"""Age in seconds at which an incomplete file is deleted: the process that wrote it must have died."""
 BLOCK_FILE = re.compile(r"[0-9a-f]{32}\.kv")
+"""Name of a complete file."""
 PART_FILE = re.compile(r"[0-9a-f]{32}\.kv\.[0-9a-f]{16}\.part")
+"""Name of an incomplete file."""
 CHECKSUM_BYTES = 8
 
 
@@ -56,7 +58,7 @@ class DiskTier:
 
     Args:
         limit: maximum bytes of all files.
-        identity: everything besides the block hash that KV depends on. Engines with equal identities share files.
+        identity: everything except the block hash on which KV depends. Engines with equal identities share files.
 
     Raises ``PenstockError`` (``invalid``) if the folder cannot be used, or is accessible to other users.
     """
@@ -68,7 +70,7 @@ class DiskTier:
         self._host = host
         self._file_bytes = CHECKSUM_BYTES + host.slot_bytes
         if limit < self._file_bytes:
-            message = f"must be at least {self._file_bytes} bytes, the file of one block"
+            message = f"must be at least {self._file_bytes} bytes, the size of a block's file, is {limit} bytes"
             raise invalid("kv_offloading_disk_size", message, self._file_bytes)
         _check_folder(folder)
         self.num_hits = 0
@@ -82,16 +84,20 @@ class DiskTier:
         self.num_write_failures = 0
         """Number of blocks that could not be written."""
         self._writer_id = os.urandom(8).hex()
+        """Random part of the names of incomplete files."""
         self._paused_until = 0.0
+        """Time until which no blocks are written after an error, seconds on the monotonic clock."""
         self._writable_bytes = 0
         """Number of bytes that may be written before the folder is scanned again."""
         self._to_store: dict[bytes, None] = {}
-        """Hashes of blocks to store, in this order."""
+        """Ordered set of the hashes of blocks to store."""
         self._to_delete: dict[bytes, None] = {}
-        """Hashes of blocks to delete before any is stored."""
+        """Ordered set of the hashes of blocks to delete, before the next block is stored."""
         self._changed = threading.Condition()
+        """Guards the two sets; the writer thread waits for it."""
         self._closing = False
         self._reads: SimpleQueue[tuple[Sequence[bytes], Future[None]] | None] = SimpleQueue()
+        """Reads for the reader threads; None ends a thread."""
         self._last_read = 0.0
         """Time at which a block was last read, or found missing, seconds on the monotonic clock."""
         self._overdue = 0
@@ -106,11 +112,11 @@ class DiskTier:
     # --- In the thread that runs the steps ----------------------------------------------------------------------------
 
     def read(self, block_hashes: Sequence[bytes]) -> Future[None] | None:
-        """Start to read blocks into the host tier, up to the first that the disk does not have.
+        """Start to read blocks into the host tier, up to the first block that is not on the disk.
 
         Returns:
             A future that is done when the blocks are read, or if no block was read for ``READ_TIMEOUT``; call ``poll``
-            meanwhile. None while a timed-out read is still in progress.
+            until then. None while a timed-out read is still in progress.
         """
         if self._overdue > 0:
             return None
@@ -146,13 +152,13 @@ class DiskTier:
             self._changed.notify()
 
     def forget(self, block_hashes: Sequence[bytes]) -> None:
-        """Delete blocks with invalid contents. A later ``keep`` writes them again, if the host tier has them."""
+        """Delete blocks with invalid contents. A later ``keep`` writes them again if the host tier has them."""
         with self._changed:
             self._to_delete |= dict.fromkeys(block_hashes)
             self._changed.notify()
 
     def close(self) -> None:
-        """Write queued blocks, for at most ``CLOSE_TIMEOUT``, and end the threads."""
+        """Write queued blocks for at most ``CLOSE_TIMEOUT`` seconds, and end the threads."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -174,6 +180,7 @@ class DiskTier:
                     self._overdue -= 1
 
     def _read(self, block_hashes: Sequence[bytes], done: Future[None]) -> None:
+        """Read blocks up to the first missing one, or until ``done`` is completed by a timeout."""
         held: list[int] = []
         try:
             for one in block_hashes:
@@ -188,7 +195,8 @@ class DiskTier:
             self._host.release(held)
 
     def _read_block(self, block_hash: bytes) -> list[int]:
-        """Read a block into a slot of the host tier. Returns the slot, with a reference; empty if that fails."""
+        """Read a block into a slot of the host tier. Returns the slot, with a reference; empty if the block cannot be
+        read."""
         path = self._path(block_hash)
         try:
             file = open_cached(path)
@@ -210,7 +218,7 @@ class DiskTier:
                 return slots
         self._host.release(slots)
         self.num_read_failures += 1
-        logger.warning("deleting the damaged file %s", path)
+        logger.warning("deleting the damaged file %s; its block will be computed", path)
         with contextlib.suppress(OSError):
             path.unlink()
         return []
@@ -237,7 +245,8 @@ class DiskTier:
                 logger.warning("%s: no blocks are written for %g seconds: %s", self._folder, RETRY_AFTER, error)
 
     def _touch(self, block_hash: bytes) -> bool:
-        """Mark a block as just used. Returns False if it has no valid file, judged without reading it."""
+        """Mark a block's file as just used. Returns False if no file with the right size and permissions exists; its
+        contents are not read."""
         path = self._path(block_hash)
         try:
             status = path.lstat()
@@ -290,7 +299,7 @@ class DiskTier:
                 room += size
                 self.num_evictions += 1
         if room < self._file_bytes:
-            raise OSError(f"the disk is full ({RESERVED_SHARE:.0%} of it are kept free)")
+            raise OSError(f"the disk is full ({RESERVED_SHARE:.0%} of its space is kept free)")
         self._writable_bytes = min(room, wanted)
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
@@ -311,6 +320,7 @@ class DiskTier:
                         os.unlink(entry.path)
 
     def _path(self, block_hash: bytes) -> Path:
+        """Path of a block's file."""
         name = hashlib.blake2b(block_hash, key=self._identity, digest_size=16).hexdigest()
         return self._folder / f"{name}.kv"
 
@@ -330,13 +340,14 @@ def _complete(done: Future[None]) -> bool:
 
 
 def _check_folder(folder: Path) -> None:
-    """Create the folder if it does not exist. Raises ``PenstockError`` (``invalid``) if it cannot be used."""
+    """Create the folder if it does not exist. Raises ``PenstockError`` (``invalid``) if the folder cannot be used, or
+    is accessible to other users."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
         usable = os.access(folder, os.R_OK | os.W_OK | os.X_OK)
     except OSError as error:
-        message = f"{folder} cannot be used ({error.strerror}); name a folder that this user can write to"
+        message = f"{folder} cannot be used ({error.strerror}); name a folder to which this user can write"
         raise PenstockError(Code.INVALID, message, "kv_offloading_disk_path") from error
     if not usable or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         message = f"{folder} must be accessible to this user only, since its files reveal prompts: chmod 700 it"
@@ -344,10 +355,12 @@ def _check_folder(folder: Path) -> None:
 
 
 def _private(path: str, flags: int) -> int:
+    """Open a file that only this user can access (an ``opener`` of ``open``)."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def _write_all_bytes(descriptor: int, data: bytes | memoryview) -> None:
+    """Write all bytes, with several calls if the kernel writes only a part."""
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]

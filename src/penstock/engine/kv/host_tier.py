@@ -16,7 +16,7 @@ from ..step import TransferMemory
 from .block_pool import BlockPool
 
 HEADER_BYTES = 16384
-"""Byte offset of the first slot. The header has the layout of a transfer buffer's (progress of the ranks)."""
+"""Byte offset of the first slot. The header has the layout of a transfer buffer's header (progress of the ranks)."""
 
 
 class HostTier:
@@ -35,7 +35,8 @@ class HostTier:
 
     def __init__(self, size: int, slot_bytes: int, block_size: int) -> None:
         if size < slot_bytes:
-            raise invalid("kv_offloading_size", f"must be at least {slot_bytes} bytes, the KV of one block", slot_bytes)
+            message = f"must be at least {slot_bytes} bytes, the KV of one block, is {size} bytes"
+            raise invalid("kv_offloading_size", message, slot_bytes)
         self.slot_bytes = slot_bytes
         self._pool = BlockPool(size // slot_bytes, block_size)
         self._lock = threading.Lock()
@@ -45,16 +46,17 @@ class HostTier:
         os.ftruncate(self._descriptor, length)
         memory = np.frombuffer(mmap.mmap(self._descriptor, length), np.uint8)
         self.data = memory[HEADER_BYTES:].reshape(-1, slot_bytes)
-        """``[slots, slot_bytes]`` uint8."""
+        """Contents of the slots, ``[slots, slot_bytes]`` uint8."""
 
     @property
     def memory(self) -> TransferMemory:
-        """Description of the memory, with which workers map it."""
+        """Path and layout of the memory, for workers to map it."""
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         return TransferMemory(path, HEADER_BYTES, self._pool.total, self._pool.block_size, 0)
 
     @property
     def num_slots(self) -> int:
+        """Number of slots."""
         return self._pool.total
 
     @property
@@ -73,19 +75,19 @@ class HostTier:
         return self._pool.num_evictions
 
     def count(self, block_hashes: Iterable[bytes]) -> int:
-        """Number of leading hashes whose blocks are cached."""
+        """Number of leading ``block_hashes`` in the cache."""
         with self._lock:
             return len(self._pool.find_longest_hit(block_hashes))
 
     def hold(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """Add a reference to the slots of the leading hashes whose blocks are cached. Returns these slots."""
+        """Add a reference to the slots of the leading ``block_hashes`` in the cache. Returns these slots."""
         with self._lock:
             slots = self._pool.find_longest_hit(block_hashes)
             self._pool.incref(slots)
             return slots
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate slots for writing, with a reference each: ``count``, or fewer if fewer are free."""
+        """Allocate ``count`` slots for writing, or all free slots if fewer are free. Each slot has one reference."""
         with self._lock:
             return self._pool.allocate(min(count, self._pool.num_free))
 

@@ -20,7 +20,7 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
     host tier of the prefix cache does not fit.
     """
     if (tier := options.host_tier_bytes) > (free := free_host_bytes()):
-        message = f"{tier / 2**30:.1f} GiB do not fit into the {free / 2**30:.1f} GiB of free host memory"
+        message = f"{tier / 2**30:.1f} GiB do not fit into the {free / 2**30:.1f} GiB of free host memory; lower it"
         raise invalid("kv_offloading_size", message, free / 2**30)
     if options.num_gpu_blocks_override:
         return options.num_gpu_blocks_override
@@ -40,7 +40,7 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
             message = f"takes {offloaded / 1e9:.2f} GB of the {(room + offloaded) / 1e9:.2f} GB that are available for "
             raise invalid("kv_offloading_size", f"{message}KV blocks and offloading together; lower it")
     if room < size:
-        message = f"one KV block takes {size} bytes, but only {max(room, 0)} bytes are available"
+        message = f"one KV block takes {size} bytes, but only {max(room, 0)} bytes are available; free memory"
         raise invalid("kv_cache_memory_bytes", message)
     if not sequences:
         return room // size

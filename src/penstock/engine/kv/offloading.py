@@ -1,8 +1,8 @@
 """KV offloading: the host and disk tiers of the prefix cache, and the copies that steps make between the tiers.
 
 A block that a step has filled is stored to the host tier by the next step, and written to the disk tier from there. A
-sequence that starts takes its cached blocks from the device, and loads those that follow from the host tier in its
-first step. Blocks that only the disk has are read into the host tier before the sequence is queued.
+sequence that starts takes its cached blocks from the device, and loads the blocks that follow from the host tier in its
+first step. Blocks that only the disk tier has are read into the host tier before the sequence is queued.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class KVOffloading:
 
     Args:
         device_pool: blocks of the KV cache.
-        disk: the disk tier; None without it.
+        disk: the disk tier; None if there is only a host tier.
     """
 
     def __init__(self, device_pool: BlockPool, host: HostTier, disk: DiskTier | None = None) -> None:
@@ -44,9 +44,9 @@ class KVOffloading:
         self._pending: dict[int, bytes] = {}
         """Hash of each device block to store."""
         self._storing: set[bytes] = set()
-        """Hashes of blocks that steps in flight store, without those invalidated meanwhile."""
+        """Hashes of blocks that steps in flight store, except blocks that were invalidated since."""
         self.num_queries = 0
-        """Number of blocks looked up here since the start, after a miss in the device's prefix cache."""
+        """Number of blocks looked up in the tiers since the start, after a miss in the device's prefix cache."""
         self.num_loaded = 0
         """Number of blocks loaded to the device since the start."""
         self.num_stored = 0
@@ -60,14 +60,14 @@ class KVOffloading:
         return bool(self._pending)
 
     def store(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Store blocks of the device's prefix cache with the next step, unless the host tier has them."""
+        """Store blocks of the device's prefix cache with the next step, except blocks in the host tier."""
         for block, block_hash in zip(blocks, block_hashes, strict=True):
             if not self._host.contains(block_hash):
                 self._pending[block] = block_hash
 
     def take_stores(self) -> list[OffloadedBlock]:
-        """Take the blocks to store, as copies for the next step to make before it writes to any block. Blocks that have
-        left the device's prefix cache are omitted, as are blocks without a free slot."""
+        """Take the blocks to store. The next step has to copy them before it writes to any block. Blocks are omitted if
+        they have left the device's prefix cache, or if no slot is free for them."""
         pool, pending, self._pending = self._device_pool, self._pending, {}
         cached = [(b, h) for b, h in pending.items() if pool.cached_block(h) == b and not self._host.contains(h)]
         slots = self._host.allocate(len(cached))
@@ -78,12 +78,12 @@ class KVOffloading:
     # --- Loads --------------------------------------------------------------------------------------------------------
 
     def count(self, block_hashes: Sequence[bytes]) -> int:
-        """Number of leading hashes whose blocks are in the host tier."""
+        """Number of leading ``block_hashes`` in the host tier."""
         return self._host.count(block_hashes)
 
     def hold(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """Add a reference to the slots of all these blocks, for a step to load them. Returns the slots; empty, without
-        references, if a block was evicted."""
+        """Add a reference to the slots of all these blocks, so that a step can load them. Returns the slots. If a block
+        was evicted, adds no references and returns an empty list."""
         slots = self._host.hold(block_hashes)
         if len(slots) < len(block_hashes):
             self._host.release(slots)
@@ -93,7 +93,8 @@ class KVOffloading:
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def confirm(self, stores: list[OffloadedBlock], loads: list[OffloadedBlock]) -> None:
-        """Add the copies of a computed step to the prefix cache: stores to the host tier's, loads to the device's."""
+        """Add the copies of a computed step to the prefix cache: ``stores`` in the host tier, ``loads`` on the
+        device."""
         valid = [one for one in stores if one.block_hash in self._storing]
         for one in valid:
             self._host.cache(one.slot, one.block_hash)
@@ -114,7 +115,7 @@ class KVOffloading:
     # --- The tiers ----------------------------------------------------------------------------------------------------
 
     def touch(self, block_hashes: Sequence[bytes]) -> None:
-        """Mark the blocks of a prefix as just used, the first one last, so that the end of a prefix is evicted before
+        """Mark the blocks of a prefix as just used, the first block last, so that the end of a prefix is evicted before
         its beginning."""
         self._host.touch(block_hashes)
         if self._disk:
@@ -128,7 +129,7 @@ class KVOffloading:
             self._disk.forget(block_hashes)
 
     def clear(self) -> None:
-        """Remove all blocks from the host tier; files of the disk tier stay."""
+        """Remove all blocks from the host tier. Files of the disk tier are not deleted."""
         self._host.clear()
 
     def read(self, block_hashes: Sequence[bytes]) -> Future[None] | None:
@@ -165,7 +166,7 @@ class KVOffloading:
         return counts
 
     def close(self) -> None:
-        """Write queued blocks to the disk, and close the host tier. Also called at exit."""
+        """Write queued blocks to the disk, and close the host tier. Python also calls this at exit."""
         self._finalizer()
 
 
@@ -175,11 +176,11 @@ def new_host_tier(options: EngineOptions, layouts: Sequence[TransferLayout]) -> 
     Args:
         layouts: layout of each layer in a slot of ``block_size`` tokens.
 
-    Raises ``PenstockError`` if the options do not allow it.
+    Raises ``PenstockError`` with several nodes or Ray, or if the memory is smaller than one block.
     """
     if not options.host_tier_bytes:
         if options.kv_offloading_size or options.kv_offloading_disk_path:
-            logger.warning("KV offloading is off, because enable_prefix_caching is off")
+            logger.warning("KV offloading is off, because it needs enable_prefix_caching, which is off")
         return None
     if options.nnodes > 1 or options.distributed_executor_backend == "ray":
         message = "kv_offloading_size: not supported with nnodes > 1 or on Ray; all ranks must be on one node"
@@ -192,10 +193,11 @@ def new_host_tier(options: EngineOptions, layouts: Sequence[TransferLayout]) -> 
 def start_offloading(
     options: EngineOptions, layouts: Sequence[TransferLayout], fingerprint: str, device_pool: BlockPool, host: HostTier
 ) -> KVOffloading:
-    """Create the offloading, with the disk tier if the options enable it.
+    """Create a ``KVOffloading``, with the disk tier if the options enable it.
 
     Args:
-        layouts, host: arguments and result of ``new_host_tier``.
+        layouts: argument of ``new_host_tier``.
+        host: result of ``new_host_tier``.
         fingerprint: ``ModelInfo.fingerprint``.
         device_pool: blocks of the KV cache.
 

@@ -12,12 +12,14 @@ import numpy as np
 from ..step import TransferMemory
 
 HEADER_BYTES = 16384
-"""Byte offset of the slots' epochs. Before them are the identity and, from ``PROGRESS`` on, the ranks' progress."""
+"""Byte offset of the slots' epochs. The header before the epochs has the identity and, from ``PROGRESS`` on, the ranks'
+progress."""
 IDENTITY_BYTES = 16
+"""Bytes of the random identity of a buffer."""
 SLOT_TOKENS = 64
 """Number of tokens per slot, independent of an engine's block size."""
 PROGRESS = 8
-"""Offset of rank 0's progress, in int64 elements. The other ranks' follow."""
+"""Offset of rank 0's progress, in int64 elements. The progress of ranks 1, 2, … follows."""
 
 
 class TransferBuffer:
@@ -46,15 +48,17 @@ class TransferBuffer:
         self.identity = os.urandom(IDENTITY_BYTES)
         self._memory[:IDENTITY_BYTES] = self.identity
         self.data = np.frombuffer(self._memory, np.uint8)[self.offset :].reshape(slots, slot_bytes)
-        """``[slots, slot_bytes]`` uint8."""
+        """Contents of the slots, ``[slots, slot_bytes]`` uint8."""
         self._epochs = np.frombuffer(self._memory, np.int64)[HEADER_BYTES // 8 :][:slots]
+        """Epoch of each slot."""
         self._progress = np.frombuffer(self._memory, np.int64)[PROGRESS : HEADER_BYTES // 8]
+        """Progress of each rank."""
         self._lock = threading.Lock()
         self._free = list(range(slots))[::-1]
 
     @property
     def memory(self) -> TransferMemory:
-        """Parameters with which workers map the buffer."""
+        """Path and layout of the buffer, for workers to map it."""
         return TransferMemory(self.path, self.offset, self.num_slots, SLOT_TOKENS, PROGRESS)
 
     @property
@@ -72,6 +76,7 @@ class TransferBuffer:
 
     @property
     def num_free(self) -> int:
+        """Number of free slots."""
         return len(self._free)
 
     def allocate(self) -> tuple[int, int] | None:
@@ -91,11 +96,11 @@ class TransferBuffer:
             self._free.append(slot)
 
     def holds(self, slot: int, epoch: int) -> bool:
-        """True if the slot still has this epoch."""
+        """True if the epoch of a slot is ``epoch``: the slot was not released since it was allocated."""
         return bool(self._epochs[slot] == epoch)
 
     def close(self) -> None:
-        """Close the file descriptor. The memory lives as long as it is referenced."""
+        """Close the file descriptor. The memory is freed when the last reference to it is dropped."""
         os.close(self.descriptor)
 
 

@@ -1,7 +1,7 @@
 """A connection between two engines: framed messages over a socket, in an asyncio event loop.
 
-A frame is the length of a message (4 bytes, little-endian) and the message. ``Data`` is followed by the bytes of its
-piece.
+A frame is the length of a message (4 bytes, little-endian) and the message. After a message ``Data``, the bytes of the
+piece (``messages.Piece``) follow.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ MAX_MESSAGE = 64 * 2**20
 BUFFER_BYTES = 4 * 2**20
 """Requested size of the kernel's socket buffers, bytes."""
 DISCARD_BYTES = 2**20
+"""Size of the buffer into which discarded bytes are received, bytes."""
 
 
 class Connection:
@@ -38,7 +39,7 @@ class Connection:
         self._length = memoryview(bytearray(4))
 
     async def send(self, message: Message, data: memoryview | None = None) -> None:
-        """Send a message, and the bytes of its piece. Sends must not overlap."""
+        """Send a message, followed by the bytes of a piece after ``Data``. Await each call before the next one."""
         encoded = encode(message)
         await self._loop.sock_sendall(self._socket, len(encoded).to_bytes(4, "little") + encoded)
         if data is not None:
@@ -49,7 +50,7 @@ class Connection:
         await self.receive_into(self._length)
         size = int.from_bytes(self._length, "little")
         if size > MAX_MESSAGE:
-            raise ConnectionError(f"it sent a message of {size} bytes, more than the limit of {MAX_MESSAGE}")
+            raise ConnectionError(f"it sent a message of {size} bytes, more than the limit of {MAX_MESSAGE} bytes")
         data = memoryview(bytearray(size))
         await self.receive_into(data)
         try:
@@ -68,7 +69,7 @@ class Connection:
             data = data[count:]
 
     async def discard(self, data: Data) -> None:
-        """Receive and drop the bytes of the piece."""
+        """Receive and drop the bytes of the piece that follow ``data``."""
         left, scratch = data.size, memoryview(bytearray(min(data.size, DISCARD_BYTES)))
         while left:
             part = scratch[: min(left, len(scratch))]

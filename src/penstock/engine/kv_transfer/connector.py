@@ -35,7 +35,7 @@ from .sender import Cancelled
 def model_layouts(
     options: EngineOptions, config_json: Mapping[str, Any], info: ModelInfo, slot_tokens: int = SLOT_TOKENS
 ) -> list[TransferLayout]:
-    """Layout of each of the model's layers in a slot."""
+    """Layout in a slot of ``slot_tokens`` tokens, for each layer of the model."""
     specs = kv_specs(model_size_of(config_json), slot_tokens, options.kv_cache_dtype, info.dtype)
     return transfer_layouts(specs, slot_tokens)
 
@@ -44,12 +44,13 @@ def new_transfer_buffer(options: EngineOptions, layouts: list[TransferLayout]) -
     """Create an engine's transfer buffer. Raises ``PenstockError`` if ``kv_buffer_size`` is less than one slot, or
     the engine runs on several nodes."""
     if options.nnodes > 1:
-        message = "an instance on several nodes (nnodes) must have the role mixed: its KV cache is spread over them"
+        message = f"must be mixed for an instance on several nodes (nnodes {options.nnodes}), is {options.role}"
         raise PenstockError(Code.UNSUPPORTED, message, "role")
     slots = options.kv_buffer_size // layouts[0].slot_bytes
     if not slots:
         size = layouts[0].slot_bytes
-        raise invalid("kv_buffer_size", f"must be at least {size} bytes, the KV of {SLOT_TOKENS} tokens", size)
+        message = f"must be at least {size} bytes, the KV of {SLOT_TOKENS} tokens, is {options.kv_buffer_size} bytes"
+        raise invalid("kv_buffer_size", message, size)
     return TransferBuffer(slots, [*(layout.offset for layout in layouts), layouts[0].slot_bytes])
 
 
@@ -57,8 +58,8 @@ class KVConnector:
     """KV transfers of an engine, as prefill or decode instance. Not thread-safe: use it in the engine's thread.
 
     Args:
-        add: see ``KVExports``.
-        adapter_version: see ``KVExports``.
+        add: argument of ``KVExports``.
+        adapter_version: argument of ``KVExports``.
 
     Raises ``PenstockError`` (``invalid``) if the cluster secret is missing or a prefill engine cannot listen.
     """
@@ -81,6 +82,7 @@ class KVConnector:
         self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """File descriptor (``eventfd``) that is readable when ``poll`` has work."""
         self._activity: Future[None] = Future()
+        """Future that is done when an event has arrived since the last ``poll``."""
         instance = Instance(
             weights_version=info.weights_version,
             fingerprint=info.fingerprint,
@@ -108,7 +110,7 @@ class KVConnector:
         try:
             self.endpoint = Endpoint(instance, buffer, stages, transfer_options, self._wake)
         except OSError as error:
-            message = f"cannot listen at {transfer_options.listen} for KV transfers: {error.strerror}"
+            message = f"cannot listen at {transfer_options.listen} for KV transfers: {error.strerror}; set another port"
             raise invalid("kv_port", message) from error
         self.address = ""
         """Address (``host:port``) of a prefill engine for decode engines; empty for a decode engine."""
@@ -125,7 +127,8 @@ class KVConnector:
         self.imports.set_weights(version)
 
     def set_suspended(self, suspended: bool) -> None:
-        """Suspend transfers while the engine sleeps and has no KV cache. Ends the current ones."""
+        """Suspend (True) or resume (False) transfers: a sleeping engine has no KV cache. Suspending ends the current
+        transfers."""
         if suspended and not self.imports.suspended:
             self.set_weights(self._weights_version)
         self.imports.suspended = self.exports.suspended = suspended
@@ -161,7 +164,8 @@ class KVConnector:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Counters since the start (``TransferStats`` and others), and the use of the transfer buffer."""
+        """Counters since the start (``TransferStats``, recomputed requests, seconds), and the use of the transfer
+        buffer."""
         return msgspec.structs.asdict(self.endpoint.stats) | {
             "recomputed": self.imports.num_recomputed,
             "seconds": self.imports.seconds,
@@ -170,7 +174,7 @@ class KVConnector:
         }
 
     def close(self) -> None:
-        """End all transfers, and close file descriptors. The object cannot be used afterwards."""
+        """End all transfers, and close all file descriptors."""
         self.endpoint.close()
         if self.wakeup >= 0:
             self.buffer.close()
@@ -179,6 +183,6 @@ class KVConnector:
 
     def _wake(self) -> None:
         """Request a ``poll``. Called in the endpoint's thread."""
-        os.eventfd_write(self.wakeup, 1)  # before the future: ``poll`` reads the eventfd once the future is done
+        os.eventfd_write(self.wakeup, 1)  # first, since ``poll`` reads the eventfd once the future is done
         with contextlib.suppress(InvalidStateError):
             self._activity.set_result(None)

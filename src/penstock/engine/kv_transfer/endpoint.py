@@ -31,12 +31,13 @@ from .sender_link import SenderLink
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
+"""Maximum number of tasks (mainly connections); further connections are closed."""
 PROGRESS_INTERVAL = 0.002
-"""Seconds between two checks of the progress of an exporting step."""
+"""Seconds between two checks of the progress of a step that exports tokens."""
 OFFER_BYTES = 2**24
-"""Maximum size of the pieces of one offer, bytes."""
+"""Maximum total size of the pieces of one offer, bytes."""
 OFFERS_PER_STEP = 8
-"""Maximum number of times that layers of a step are offered during its computation."""
+"""Approximate maximum number of offers of a slot's layers during the computation of a step."""
 
 
 @dataclass
@@ -44,6 +45,7 @@ class _Step:
     """A step in flight that exports slots."""
 
     number: int
+    """``StepInput.export_step``."""
     exported: list[tuple[bytes, list[Exported]]]
     """Transfers, each with the slots completed by this step."""
     offered: list[int]
@@ -51,7 +53,7 @@ class _Step:
 
 
 class Endpoint:
-    """Runs transfers in a thread. Methods may be called from any other thread.
+    """Runs transfers in a thread. Its methods may be called from any other thread.
 
     Args:
         instance: properties of this engine.
@@ -59,7 +61,7 @@ class Endpoint:
         stages: layers and world ranks of each pipeline stage.
         wake: called in the thread when ``take_events`` has events.
 
-    Raises ``OSError`` if it cannot listen, and ``PenstockError`` if NIXL is missing.
+    Raises ``OSError`` if it cannot listen, and ``PenstockError`` if NIXL is needed and cannot be used.
     """
 
     def __init__(
@@ -78,22 +80,24 @@ class Endpoint:
         self._wake = wake
         self._events: deque[Event] = deque()
         self._outgoing: dict[bytes, SenderLink] = {}
-        """Transfer → connection to its decode engine."""
+        """Connection to the decode engine of each transfer."""
         self._incoming: dict[bytes, ReceiverLink] = {}
-        """Transfer → connection to its prefill engine."""
+        """Connection to the prefill engine of each transfer."""
         self._peers: dict[str, tuple[ReceiverLink, asyncio.Task[Any]]] = {}
         """Connections to prefill engines by address, with the tasks that run them."""
         self._stages = stages
         self._steps: list[_Step] = []
         """Steps in flight that export tokens, oldest first."""
         self._steps_changed = asyncio.Event()
+        """Set if ``_steps`` may have entries."""
         self._work: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         """Calls queued by ``_enqueue``."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        """All tasks of the event loop, to cancel them at the end."""
         self.port = 0
-        """TCP port for decode engines; 0 if it does not listen."""
+        """TCP port for decode engines; 0 if the endpoint does not listen."""
         self._serving: set[asyncio.Task[Any]] = set()
-        """Connections from decode engines."""
+        """Tasks that serve decode engines."""
         self._listener: socket.socket | None = None
         if options.listen:
             self._listener = socket.create_server(split_address(options.listen, "kv_host"), backlog=128)
@@ -111,19 +115,19 @@ class Endpoint:
         return events
 
     def set_weights(self, version: str) -> None:
-        """Use another version of the weights: end all transfers and connections. New connections need engines with the
-        same version."""
+        """Use another version of the weights: end all transfers and connections. The peers of new connections must have
+        the same version."""
         self._call(self._set_weights, version)
 
     # --- For a decode engine ------------------------------------------------------------------------------------------
 
     def pull(self, address: str, pull: Pull) -> None:
-        """Start a transfer from the prefill engine at ``address`` (``host:port``). It ends with the event ``Completed``
-        or ``Broken``."""
+        """Start a transfer from the prefill engine at ``address`` (``host:port``). The last event of the transfer is
+        ``Completed`` or ``Broken``."""
         self._call(self._pull, address, pull)
 
     def stop(self, transfer: bytes) -> None:
-        """End a transfer pulled by this engine."""
+        """End a transfer that this engine pulls."""
         self._call(self._stop, transfer)
 
     def imported(self, arrived: list[Arrived]) -> None:
@@ -133,22 +137,23 @@ class Endpoint:
     # --- For a prefill engine -----------------------------------------------------------------------------------------
 
     def offer(self, transfer: bytes, exported: list[Exported], first_layer: int, last_layer: int) -> None:
-        """Offer exported layers ``first_layer`` to ``last_layer`` (exclusive) of slots."""
+        """Offer layers ``first_layer`` to ``last_layer`` (exclusive) of the exported slots."""
         offsets = self.buffer.layer_offsets
         count = max(1, OFFER_BYTES // (offsets[last_layer] - offsets[first_layer]))
         for begin in range(0, len(exported), count):
             self._enqueue(self._offer, transfer, exported[begin : begin + count], first_layer, last_layer)
 
     def step_submitted(self, number: int, exported: list[tuple[bytes, list[Exported]]]) -> None:
-        """Called when a step that exports slots was sent to the workers. Layers are offered as the workers progress."""
+        """Offer the layers of ``exported`` slots as the workers compute them. Call this when step ``number`` was
+        submitted."""
         self._call(self._watch, _Step(number, exported, [0] * len(self._stages)))
 
     def step_done(self, number: int, failed: bool) -> None:
-        """Called when a submitted step is computed or has failed."""
+        """Offer the remaining layers of a computed step, or release the slots of a failed step without offers."""
         self._enqueue(self._end_step, number, failed)
 
     def finish(self, transfer: bytes, num_cached: int) -> None:
-        """End a transfer whose slots have all been offered. The prefix cache had ``num_cached`` leading tokens."""
+        """End a transfer after all its slots were offered. The prefix cache had ``num_cached`` leading tokens."""
         self._enqueue(self._with_sender, transfer, lambda link: link.finish(transfer, num_cached))
 
     def fail(self, transfer: bytes, failure: Failure) -> None:
@@ -163,11 +168,12 @@ class Endpoint:
     # --- In the thread ------------------------------------------------------------------------------------------------
 
     def _call(self, function: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # closed
+        """Call a function in the thread."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(function, *args)
 
     def _enqueue(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function in the thread, after those queued before."""
+        """Call a function in the thread, after all functions that were queued earlier."""
         self._call(self._work.put_nowait, partial(function, *args))
 
     async def _run_queue(self) -> None:
@@ -178,7 +184,7 @@ class Endpoint:
             try:
                 work()
             except Exception:  # other transfers continue
-                logger.exception("a KV transfer has failed")
+                logger.exception("a call of the KV transfer thread has failed")
             await asyncio.sleep(0)
 
     def _run(self) -> None:
@@ -198,6 +204,7 @@ class Endpoint:
             self._loop.close()
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a coroutine in a task."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -218,11 +225,11 @@ class Endpoint:
             await asyncio.sleep(PROGRESS_INTERVAL)
 
     def _offer_layers(self, step: _Step, done: bool = False) -> None:
-        """Offer the layers that a step has exported since the last call; with ``done`` all remaining layers."""
+        """Offer the layers that a step has exported since the last call. With ``done``, offer all remaining layers."""
         min_layers = max(1, self.buffer.num_layers // OFFERS_PER_STEP)
         for i, (layers, ranks) in enumerate(self._stages):
             if i and not step.offered[0]:
-                return  # layer 0 must be offered first: it passes ownership of the slots
+                return  # layer 0 must be offered first, since its offer passes ownership of the slots
             if done:
                 count = len(layers)
             else:
@@ -246,10 +253,11 @@ class Endpoint:
                     self._context.buffer.release(each.slot)
 
     async def _listen(self, listener: socket.socket) -> None:
+        """Accept connections of decode engines."""
         while True:
             try:
                 connected, _ = await self._loop.sock_accept(listener)
-            except OSError as error:  # for instance, no file descriptor is left
+            except OSError as error:  # for example, the process has too many open files
                 logger.error("cannot accept a KV transfer connection: %s", error.strerror)
                 await asyncio.sleep(1)
                 continue
@@ -263,10 +271,12 @@ class Endpoint:
             task.add_done_callback(self._serving.discard)
 
     def _on_transfers(self, link: SenderLink, transfers: list[bytes]) -> None:
+        """Record the connection of new transfers, and forget ended transfers."""
         self._outgoing = {key: other for key, other in self._outgoing.items() if other.has(key)}
         self._outgoing.update(dict.fromkeys(transfers, link))
 
     def _report(self, events: list[Any]) -> None:
+        """Queue events for ``take_events``, and clear the list."""
         if events:
             self._events.extend(events)
             events.clear()
@@ -276,7 +286,7 @@ class Endpoint:
         self.stats.transfers += 1
         if address not in self._peers:
             for idle in [other for other, (link, _) in self._peers.items() if link.is_idle]:
-                self._peers.pop(idle)[1].cancel()  # the engine may have restarted at another address
+                self._peers.pop(idle)[1].cancel()  # an idle engine may have restarted at another address
             link = ReceiverLink(self._context, address)
             self._peers[address] = link, self._spawn(link.run())
         link, _ = self._peers[address]
@@ -309,5 +319,6 @@ class Endpoint:
                 self._context.buffer.release(each.slot)
 
     def _with_sender(self, transfer: bytes, act: Callable[[SenderLink], None]) -> None:
+        """Call ``act`` with the connection of a transfer; ignored if the transfer has ended."""
         if link := self._outgoing.get(transfer):
             act(link)

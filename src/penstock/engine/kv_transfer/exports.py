@@ -1,5 +1,5 @@
-"""The prefill engine's side of KV transfers: computes decode engines' prompts as requests without output, and exports
-their keys and values to the transfer buffer during the computation."""
+"""The prefill engine's side of KV transfers: computes prompts of decode engines as requests without output, and exports
+the keys and values to the transfer buffer during the computation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .sender import Cancelled, Exported
 logger = logging.getLogger(__name__)
 
 ID_PREFIX = b"kv-transfer".hex() + ":"
-"""Prefix of the ids of this module's requests. Client ids have the same form (hex, then a colon)."""
+"""Prefix of the ids of this module's requests. Ids of client requests also have the form hex, colon, text."""
 
 
 class _Export:
@@ -39,13 +39,13 @@ class _Export:
         self.request_id = ID_PREFIX + start.transfer.hex()
         self.num_tokens = len(start.tokens)
         self.sequence: Sequence | None = None
-        """The sequence, until it has computed all tokens."""
+        """The sequence that computes the prompt; None once all tokens are computed."""
         self.blocks: list[int] = []
-        """Blocks of the finished sequence, referenced until all of them are exported."""
+        """Blocks of the finished sequence, with references until all tokens are exported."""
         self.num_exported = start.first_slot * SLOT_TOKENS
         """Number of leading tokens that are exported, being exported, or not needed."""
         self.open: Exported | None = None
-        """Buffer slot of the last of these tokens, if it is not full."""
+        """Buffer slot of the last exported token if that slot is not full; else None."""
         self.num_cached = 0
         """Number of leading tokens found in the prefix cache."""
 
@@ -63,7 +63,7 @@ class _Places(NamedTuple):
     first: int
     end: int
     places: np.ndarray
-    """Positions in the buffer (see ``ExportKV.places``), ``[end - first]`` int64."""
+    """Positions in the buffer (``ExportKV.places``), ``[end - first]`` int64."""
     full: list[Exported]
     """Slots completed by these tokens."""
 
@@ -99,15 +99,15 @@ class KVExports:
         self._exports: dict[str, _Export] = {}
         """Transfers not yet completely exported, by request id."""
         self._calls: deque[tuple[Future[Any], bytes, list[Exported]]] = deque()
-        """Unfinished ``ExportKV`` calls, with the transfer and the slots that they complete."""
+        """Unfinished ``ExportKV`` calls, each with its transfer and the slots that it completes."""
         self._finishing: dict[bytes, int] = {}
-        """Transfers whose last tokens are being exported → number of cached tokens."""
+        """Number of cached tokens of each transfer with only its last tokens still being exported."""
         self._num_steps = 0
         """Number of steps so far that export tokens."""
         self._steps: dict[int, tuple[int, list[bytes]]] = {}
-        """Plan in flight (``id``) → number of its step, and the transfers that it exports."""
+        """For each exporting plan in flight, by ``id``: step number (``StepInput.export_step``) and transfers."""
         self._in_steps: dict[bytes, int] = {}
-        """Transfer → number of steps in flight that export it."""
+        """Number of steps in flight that export tokens of each transfer."""
 
     @property
     def busy(self) -> bool:
@@ -128,17 +128,18 @@ class KVExports:
             if self.stopping:
                 raise PenstockError(Code.UNAVAILABLE, "the prefill instance is stopping")
             if self.suspended:
-                raise PenstockError(Code.UNAVAILABLE, "the prefill instance is sleeping")
+                raise PenstockError(Code.UNAVAILABLE, "the prefill instance is asleep; wake it up first")
             if event.adapter and self._adapter_version(event.adapter) != event.adapter_version:
                 message = f"adapter {event.adapter!r} differs between the prefill and the decode instance"
-                raise PenstockError(Code.UNAVAILABLE, message)
+                raise PenstockError(Code.UNAVAILABLE, f"{message}: load the same adapter in both")
             if not 0 <= export.num_exported < export.num_tokens:
-                raise PenstockError(Code.INVALID, "the transfer has no tokens")
+                message = f"the transfer has no tokens: slot {event.first_slot} of {export.num_tokens} tokens"
+                raise PenstockError(Code.INVALID, message)
             request = EngineRequest(
                 request_id=export.request_id,
                 prompt=event.tokens,
                 sampling=SamplingParams(max_tokens=1),
-                pooling=PoolingParams(),  # ends when the prompt is computed
+                pooling=PoolingParams(),  # the request ends when its prompt is computed
                 adapter=event.adapter,
                 cache_salt=event.cache_salt,
                 priority=event.priority,
@@ -153,7 +154,7 @@ class KVExports:
         self._exports[export.request_id] = export
 
     def before_release(self, sequence: Sequence) -> None:
-        """Called when a sequence has ended: keep its blocks if not all are exported yet."""
+        """Keep the blocks of an ended sequence until all its tokens are exported (``Scheduler.before_release``)."""
         export = self._exports.get(sequence.request.request_id)
         if export and export.sequence is sequence and sequence.num_computed == export.num_tokens:
             export.sequence, export.num_cached = None, sequence.num_cached_tokens or 0
@@ -164,7 +165,7 @@ class KVExports:
                 self._finish_if_exported(export)
 
     def take(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
-        """Handle the deltas of this module's requests. Returns the others."""
+        """Handle the deltas of this module's requests. Returns the deltas of all other requests."""
         transfers = [delta for delta in deltas if delta.request_id.startswith(ID_PREFIX)]
         if not transfers:
             return deltas
@@ -175,8 +176,8 @@ class KVExports:
         return [delta for delta in deltas if not delta.request_id.startswith(ID_PREFIX)]
 
     def before_step(self, plan: Plan, step: StepInput) -> None:
-        """Make a step export the tokens that it computes for transfers, layer by layer, as far as the buffer has
-        room."""
+        """Let a step export the tokens that it computes for transfers, layer by layer, while the buffer has free
+        slots."""
         places: list[np.ndarray] | None = None
         exported: list[tuple[bytes, list[Exported]]] = []
         for i, item in enumerate(plan.scheduled):
@@ -184,8 +185,8 @@ class KVExports:
             end = item.start + item.length
             if export is None or export.num_exported >= end:
                 continue
-            # Tokens from the prefix cache, or for which earlier steps had no room. If this step itself fills blocks by
-            # a swap-in or a load, ``poll`` exports them afterwards.
+            # Export tokens from the prefix cache, and tokens for which no slot was free before. If this step fills
+            # blocks by a swap-in or a load, ``poll`` exports these tokens after the step.
             if export.num_exported < item.start and not plan.swap_in and not plan.loads:
                 self._export(export, item.start, item.sequence.blocks)
             if not item.start <= export.num_exported < end:
@@ -206,7 +207,7 @@ class KVExports:
             self._endpoint.step_submitted(self._num_steps, exported)
 
     def after_step(self, plan: Plan, failed: bool = False) -> None:
-        """Called when a step is computed or has failed."""
+        """Report the end of a step, computed or failed, to the endpoint."""
         number, transfers = self._steps.pop(id(plan), (0, []))
         if number:
             self._endpoint.step_done(number, failed)
@@ -216,10 +217,11 @@ class KVExports:
                 del self._in_steps[transfer]
 
     def poll(self) -> None:
-        """Export computed tokens that steps have not exported, as far as the buffer has room. Raises
+        """Export computed tokens that steps have not exported, while the buffer has free slots. Raises
         ``WorkerLostError``."""
         for export in self._exports.values():
-            if export.open and export.sequence and export.sequence.state is not State.RUNNING:  # preempted
+            if export.open and export.sequence and export.sequence.state is not State.RUNNING:
+                # the sequence was preempted
                 self._release_open_slot(export)
         for export in list(self._exports.values()):
             computed = export.num_computed
@@ -235,7 +237,8 @@ class KVExports:
                 logger.error("keys and values could not be exported", exc_info=error)
                 for each in exported:
                     self._buffer.release(each.slot)
-                self._endpoint.fail(transfer, Failure(Code.INTERNAL, "keys and values could not be exported"))
+                message = "keys and values could not be exported; see the log of the prefill instance"
+                self._endpoint.fail(transfer, Failure(Code.INTERNAL, message))
                 continue
             self._endpoint.offer(transfer, exported, 0, self._buffer.num_layers)
         in_progress = {transfer for _, transfer, _ in self._calls} | self._in_steps.keys()
@@ -243,7 +246,7 @@ class KVExports:
             self._endpoint.finish(transfer, self._finishing.pop(transfer))
 
     def _export(self, export: _Export, end: int, blocks: list[int]) -> None:
-        """Export tokens ``num_exported`` to ``end`` between two steps, as far as the buffer has room."""
+        """Export tokens ``num_exported`` to ``end`` between two steps, while the buffer has free slots."""
         found = self._allocate(export, end)
         if not len(found.places):
             return
@@ -253,7 +256,7 @@ class KVExports:
         self._finish_if_exported(export)
 
     def _allocate(self, export: _Export, end: int) -> _Places:
-        """Allocate buffer positions for tokens ``num_exported`` to ``end``, as far as there is room."""
+        """Allocate buffer positions for tokens ``num_exported`` to ``end``, while the buffer has free slots."""
         first = export.num_exported
         places: list[np.ndarray] = []
         full: list[Exported] = []
@@ -273,6 +276,7 @@ class KVExports:
         return _Places(first, export.num_exported, np.concatenate(places) if places else np.zeros(0, np.int64), full)
 
     def _finish_if_exported(self, export: _Export) -> None:
+        """Release the blocks of a transfer, and finish it, if all its tokens are exported or being exported."""
         if export.num_exported == export.num_tokens and export.sequence is None:
             del self._exports[export.request_id]
             # The calls that export these blocks are queued before any step that may overwrite them.
@@ -280,16 +284,16 @@ class KVExports:
             self._finishing[export.start.transfer] = export.num_cached
 
     def _drop(self, export: _Export) -> None:
-        """Release the blocks and the open slot of a transfer that ended before it was exported."""
+        """Release the blocks and the partly filled slot of a transfer that ended before its tokens were exported."""
         self._scheduler.device_pool.release(export.blocks)
         if export.open:
             self._release_open_slot(export)
 
     def _release_open_slot(self, export: _Export) -> None:
-        """Release the partly filled slot; its tokens will be exported again.
+        """Release the partly filled slot of a transfer; its tokens will be exported again.
 
-        A preempted transfer must not keep it: it waits for blocks of other transfers, which may need this slot to
-        finish. A step in flight may still write to the slot, but the next user's data is written by a later step.
+        A preempted transfer must not keep the slot: it waits for blocks of other transfers, which may need this slot to
+        finish. A step in flight may still write to the slot, but the next owner's data is written by a later step.
         """
         assert export.open
         export.num_exported = export.open.index * SLOT_TOKENS

@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 32
-"""Minimum number of tokens to import. Fewer are computed here: such a step costs little more than one of one token."""
+"""Minimum number of tokens to import. A shorter prompt is computed here, in little more time than one token."""
 MAX_IMPORT_BYTES = 32 * 2**20
 """Maximum number of bytes imported between two steps, which limits the delay of running requests."""
 
 
 class _ImportFuture(Future[ImportedPrefix | None]):
-    """Future of an import. Its owner takes the blocks (sets ``taken``) or calls ``cancel``, which releases them."""
+    """Future of an import. The owner takes the blocks and sets ``taken``, or calls ``cancel``, which releases the
+    blocks."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class _ImportFuture(Future[ImportedPrefix | None]):
 
 
 class _Import:
-    """A request whose prompt is computed by a prefill engine.
+    """A request with a prompt that a prefill engine computes.
 
     Args:
         adapter: name of the request's adapter.
@@ -64,27 +65,28 @@ class _Import:
         self.adapter = adapter
         self.future = future
         self.num_tokens = len(request.prompt) - 1
-        """Number of prompt tokens to import: all except the last, which is computed here for its logits."""
+        """Number of prompt tokens to import: all except the last one, which is computed here for its logits."""
         self.block_hashes = kv.prompt_hashes(request, self.num_tokens)
         self.addresses = deque(request.prefill)
         """Addresses of prefill engines not tried yet."""
         self.address = ""
         """Address of the current prefill engine."""
         self.blocks: list[int] = []
-        """Blocks of the tokens to import, referenced."""
+        """Blocks of the tokens to import, with a reference each."""
         self.num_present = 0
         """Number of leading tokens found in the prefix cache."""
         self.transfer = b""
         """Id of the current transfer."""
         self.end: Completed | Failure | None = None
-        """Result of the current transfer; None until it ends. A failure if the request was cancelled."""
+        """Result of the current transfer, a failure if the request was cancelled; None until the transfer ends."""
         self.outdated = False
         """True if the KV cache was emptied after the import had started."""
         self.num_importing = 0
         """Number of pieces that arrived and are not yet imported or dropped."""
         self.span: Span | None = None
-        """Span of the current transfer, if the request is traced."""
+        """Span of the current transfer; None if the request is not traced."""
         self.started = time.monotonic()
+        """Time of the start, seconds on the monotonic clock."""
 
 
 class KVImports:
@@ -99,7 +101,7 @@ class KVImports:
         weights_version: str,
     ) -> None:
         self._by_priority = options.scheduling_policy == "priority"
-        """True if requests are started in order of ``priority``."""
+        """True if imports start in the order of ``EngineRequest.priority``."""
         self._timeout = options.kv_timeout
         """Maximum seconds that the first request in the queue waits for free blocks before it is computed here."""
         self._recompute = options.kv_load_failure == "recompute"
@@ -111,13 +113,13 @@ class KVImports:
         self._queue: deque[_Import] = deque()
         """Imports not started yet, in scheduling order."""
         self._first_since = 0.0
-        """Time since which the first import in the queue has been the first."""
+        """Time at which the first import became the first in the queue, seconds on the monotonic clock."""
         self._active: dict[bytes, _Import] = {}
-        """Transfer → import."""
+        """Started imports, by current transfer."""
         self._arrivals: deque[tuple[_Import, Arrived]] = deque()
-        """Pieces to import."""
+        """Pieces to import, each with its import."""
         self._calls: list[tuple[Future[Any], list[tuple[_Import, Arrived]]]] = []
-        """Unfinished ``ImportKV`` calls, with their pieces."""
+        """Unfinished ``ImportKV`` calls, each with its pieces."""
         self.suspended = False
         """True if the engine sleeps and has no KV cache: no import starts."""
         self.tracer: Tracer | None = None
@@ -128,8 +130,8 @@ class KVImports:
         """Total duration of completed transfers in seconds, including the computation by prefill engines."""
 
     def prerequisite(self, request: EngineRequest, adapter: str) -> Prerequisite | None:
-        """Queue the import of a request's prompt. Returns the prerequisite to wait for; None if the prompt is computed
-        here.
+        """Queue the import of a request's prompt. Returns the prerequisite for which the request has to wait; None if
+        the prompt is computed here.
 
         Args:
             request: request with the adapter's version as ``adapter``.
@@ -143,7 +145,7 @@ class KVImports:
         if not self._queue:
             self._first_since = time.monotonic()
         self._queue.append(_Import(request, adapter, future, self._kv))
-        if self._by_priority:  # the sort is stable: equal priorities stay in order of arrival
+        if self._by_priority:  # the sort is stable: requests of equal priority are in the order of arrival
             self._queue = deque(sorted(self._queue, key=lambda entry: entry.request.priority))
 
         def apply(sequence: Sequence, prefix: ImportedPrefix | None) -> None:
@@ -154,9 +156,9 @@ class KVImports:
         return Prerequisite(future, apply)
 
     def set_weights(self, version: str) -> None:
-        """Import only KV of this version of the weights. Called when the KV cache was emptied.
+        """Import only KV of this version of the weights. Call this when the KV cache was emptied.
 
-        Prompts of active imports are computed here, as some of their blocks may belong to prefixes cached before.
+        Prompts of active imports are computed here, since some of their blocks may come from the emptied prefix cache.
         """
         self._weights_version = version
         for entry in (*self._queue, *self._active.values()):
@@ -204,7 +206,7 @@ class KVImports:
             self._first_since = time.monotonic()
 
     def _begin(self, entry: _Import) -> bool:
-        """Start an import. Returns False if it must wait: too few blocks are free, or imports are suspended."""
+        """Start an import. Returns False if it must wait: not enough blocks are free, or imports are suspended."""
         if self.suspended:
             self._first_since = time.monotonic()
             return False
@@ -217,7 +219,7 @@ class KVImports:
         if entry.blocks:
             entry.started = time.monotonic()
             self._pull(entry)
-        else:  # almost all is cached, or there is no room
+        else:  # almost all tokens are cached, or blocks were not free in time
             entry.future.set_result(None)
         return True
 
@@ -252,7 +254,7 @@ class KVImports:
         self._endpoint.pull(entry.address, Pull(start=start, hashes=hashes))
 
     def _import_arrived(self) -> None:
-        """Have the workers import arrived pieces, up to ``MAX_IMPORT_BYTES``."""
+        """Call the workers to import arrived pieces, up to ``MAX_IMPORT_BYTES``."""
         batches: dict[tuple[int, int], list[tuple[_Import, Arrived]]] = {}
         size = 0
         while self._arrivals and size < MAX_IMPORT_BYTES:
@@ -275,6 +277,7 @@ class KVImports:
             self._calls.append((self._executor.call(call), arrivals))
 
     def _finish_call(self, done: Future[Any], arrivals: list[tuple[_Import, Arrived]]) -> None:
+        """Handle the end of an ``ImportKV`` call. Raises ``WorkerLostError``."""
         error = done.exception()
         if isinstance(error, WorkerLostError):
             raise error
@@ -283,16 +286,16 @@ class KVImports:
             if error and isinstance(entry.end, Completed | None):
                 logger.error("keys and values could not be imported", exc_info=error)
                 self._endpoint.stop(entry.transfer)
-                entry.end = Failure(Code.INTERNAL, "keys and values could not be imported")
+                entry.end = Failure(Code.INTERNAL, "keys and values could not be imported; see the server's log")
 
     def _drop(self, entry: _Import, arrived: Arrived) -> None:
-        """Free the memory of a piece that the workers do not read (any more)."""
+        """Free the memory of a piece after the workers have read it, or if they do not need it."""
         entry.num_importing -= 1
         self._endpoint.imported([arrived])
 
     def _settle(self, entry: _Import) -> None:
-        """Handle the end of a transfer of which no piece is being imported: complete the import, try another prefill
-        engine, or apply ``kv_load_failure``."""
+        """Handle the end of a transfer after its pieces were imported or dropped: complete the import, try another
+        prefill engine, or apply ``kv_load_failure``."""
         del self._active[entry.transfer]
         assert entry.end is not None
         if entry.span:

@@ -1,4 +1,4 @@
-"""Shared by both ends of a connection: settings, counters, and the outbox."""
+"""Settings, counters and the outbox, which both ends of a connection share."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from .receiver import Arrived, Broken, Completed
 from .sender import Cancelled, Sender, Sending
 
 PROTOCOL = "penstock kv transfer 1"
+"""Name and version of the protocol in the handshake."""
 TICK_INTERVAL = 0.1
 """Seconds between checks for overdue answers."""
 
 Event = Start | Cancelled | Arrived | Completed | Broken
+"""Events for the engine: the first two on a prefill engine, the others on a decode engine."""
 
 
 class KVTransferOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,10 +31,11 @@ class KVTransferOptions(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes
     """Secret of the cluster."""
     timeout: float
-    """Seconds without an answer after which a transfer fails, on either side."""
+    """Seconds without a message from the peer after which a transfer fails, on either side."""
     listen: str = ""
     """Address (``host:port``) for connections of decode engines; port 0: any free port. Empty for a decode engine."""
     allow_fingerprint_mismatch: bool = False
+    """Accept peers with another ``ModelInfo.fingerprint``, if they accept this engine's, too."""
     transport: Literal["auto", "tcp", "nixl"] = "auto"
     """Value of the option ``kv_transport``."""
 
@@ -43,13 +46,17 @@ class TransferStats(msgspec.Struct):
     transfers: int = 0
     """Number of transfers started."""
     completed: int = 0
+    """Number of transfers completed on a decode engine."""
     failed: int = 0
+    """Number of transfers failed on a decode engine."""
     bytes_received: int = 0
+    """Bytes of pieces received over any transport."""
     bytes_sent: int = 0
-    """Number of bytes sent over TCP."""
+    """Bytes of pieces sent over TCP."""
     rereads: int = 0
     """Number of repeated reads of pieces."""
     checksum_failures: int = 0
+    """Number of pieces received with a wrong checksum."""
 
 
 @dataclass
@@ -61,9 +68,9 @@ class Context:
     options: KVTransferOptions
     stats: TransferStats
     report: Callable[[list[Any]], None]
-    """Passes events to the engine, and clears the list."""
+    """Callback that passes events to the engine, and clears the list."""
     nixl: NixlAgent | None = None
-    """Set if the transport is ``nixl``."""
+    """NIXL agent; None unless the transport is ``nixl``."""
 
 
 class Outbox:

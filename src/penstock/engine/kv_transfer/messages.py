@@ -1,8 +1,8 @@
 """The protocol of KV transfers: messages between a decode engine (D) and a prefill engine (P), as MessagePack.
 
 A *transfer* is the prompt of one request. Its tokens are divided into *slots* of ``SLOT_TOKENS``, independent of the
-engines' block sizes. D repeats unanswered messages, and both ignore duplicates and messages about unknown transfers,
-so messages may be lost, delayed, duplicated or reordered.
+engines' block sizes. Messages may be lost, delayed, duplicated or reordered: D repeats unanswered messages, and both
+engines ignore duplicates and messages about unknown transfers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from .shared_memory import BufferAddress
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of an engine that must match its peer's."""
+    """Properties of an engine, which must equal those of its peer."""
 
     version: str = __version__
+    """Version of Penstock."""
     layout_version: int = CANONICAL_LAYOUT
+    """Version of the layout of keys and values in the buffer."""
     weights_version: str
+    """``ModelInfo.weights_version``."""
     fingerprint: str
     """``ModelInfo.fingerprint``: equal for engines with bit-identical results."""
     layers: list[tuple[int, int, str]]
@@ -45,32 +48,36 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
     instance: Instance
     allow_fingerprint_mismatch: bool = False
+    """D accepts keys and values of an engine with another fingerprint."""
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Compute a prompt. Repeated until P answers with any message of the transfer."""
+    """Request to compute a prompt. D repeats it until P answers with any message of the transfer."""
 
     transfer: bytes
     """Random id of this attempt, 16 bytes."""
     request_id: str
     """Id of the request in D's log."""
     tokens: list[int]
+    """Token ids of the prompt, without the last one."""
     first_slot: int
-    """First slot to transfer. D has those before it in its prefix cache."""
+    """First slot to transfer. D has all earlier slots in its prefix cache."""
     adapter: str
     """Name of the adapter; empty for the base model."""
     adapter_version: str
     """Version of the adapter's contents; empty for the base model."""
     cache_salt: str
+    """``EngineRequest.cache_salt``."""
     priority: int
+    """``EngineRequest.priority``."""
     timeout: float
     """Seconds until D's request times out; 0: never."""
     trace: dict[str, str] = {}
-    """Trace context of the transfer's span (see ``EngineRequest.trace``)."""
+    """Trace context of the transfer's span, like ``EngineRequest.trace``."""
 
 
 class Read(msgspec.Struct, tag=True, frozen=True):
-    """Send a piece. P replies with ``Data`` or ``Gone``."""
+    """Request to send a piece. P replies with ``Data`` or ``Gone``."""
 
     transfer: bytes
     index: int
@@ -78,23 +85,24 @@ class Read(msgspec.Struct, tag=True, frozen=True):
     slot: int
     """Slot of P's buffer."""
     epoch: int
+    """``Piece.epoch``."""
     first_layer: int
     last_layer: int
-    """Exclusive."""
+    """Layer after the last one of the piece."""
 
 
 class Status(msgspec.Struct, tag=True, frozen=True):
-    """D's progress. Sent on each change, and as a heartbeat during the transfer."""
+    """D's progress. D sends it on each change, and as a heartbeat during the transfer."""
 
     transfer: bytes
     offers: int
-    """Number of leading offers received without a gap. P resends those after them."""
+    """Number of leading offers received without a gap. P resends later offers."""
     released: int
-    """Number of leading slots, from ``first_slot`` on, that D has read and verified. P may reuse them."""
+    """Number of leading slots, from ``first_slot`` on, that D has read and verified. P may reuse these slots."""
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """The transfer has completed or failed; D reads no more of it. Repeated until P replies with ``Stopped``."""
+    """End of a transfer, completed or failed: D reads no more pieces. D repeats it until P replies with ``Stopped``."""
 
     transfer: bytes
 
@@ -119,7 +127,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Accepted(msgspec.Struct, tag=True, frozen=True):
-    """The reply to ``Start``, and to a ``Status`` after which nothing has to be resent."""
+    """The reply to ``Start``, and to a ``Status`` that shows no missing offers."""
 
     transfer: bytes
 
@@ -132,7 +140,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     """Slot of P's buffer."""
     epoch: int
-    """Use count of that buffer slot. The piece is valid while the slot has this epoch."""
+    """Epoch of the buffer slot (``TransferBuffer``). The piece is valid while the slot has this epoch."""
     checksum: int
     """Checksum of the piece (``new_checksum``)."""
 
@@ -145,29 +153,29 @@ class Offer(msgspec.Struct, tag=True, frozen=True):
     """Sequence number within the transfer, from 0."""
     first_layer: int
     last_layer: int
-    """Exclusive."""
+    """Layer after the last one of the pieces."""
     pieces: list[Piece]
 
 
 class Finished(msgspec.Struct, tag=True, frozen=True):
-    """All slots have been offered."""
+    """End of the offers: P has offered all slots."""
 
     transfer: bytes
     offers: int
-    """Number of offers."""
+    """Total number of offers of the transfer."""
     num_cached: int
     """Number of leading tokens found in P's prefix cache."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """P does not compute the prompt."""
+    """Error of P, which does not compute the prompt."""
 
     transfer: bytes
     failure: Failure
 
 
 class Data(msgspec.Struct, tag=True, frozen=True):
-    """A piece. Its bytes follow this message."""
+    """Header of a piece. The bytes of the piece follow this message."""
 
     transfer: bytes
     index: int
@@ -179,7 +187,7 @@ class Data(msgspec.Struct, tag=True, frozen=True):
 
 
 class Gone(msgspec.Struct, tag=True, frozen=True):
-    """The piece is no longer in P's buffer."""
+    """The reply to a ``Read`` of a piece that is no longer in P's buffer."""
 
     transfer: bytes
     index: int
@@ -188,7 +196,7 @@ class Gone(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stopped(msgspec.Struct, tag=True, frozen=True):
-    """P does not know the transfer: it was stopped, or P has received no message from D for too long."""
+    """P does not know the transfer (any more): D has stopped it, or P has received no message from D for too long."""
 
     transfer: bytes
 
@@ -202,14 +210,14 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
 
 
 def decode(data: bytes | bytearray | memoryview) -> Message:
-    """Decode a message. Raises ``msgspec.MsgspecError``, as for a message of another version."""
+    """Decode a message. Raises ``msgspec.MsgspecError`` for an invalid message, such as one of another version."""
     message: Message = _decoder.decode(data)
     return message
 
 
 def slot_hashes(weights: str, adapter: str, salt: str, tokens: Sequence[int]) -> list[bytes]:
-    """Hash of each slot of a transfer, over its tokens, all tokens before it, and the arguments. The last slot may be
-    partial.
+    """Hash of each slot of a transfer: of the slot's tokens, all tokens before the slot, and the other arguments. The
+    last slot may be partial.
 
     Args:
         weights: version of the weights.
@@ -226,8 +234,8 @@ def slot_hashes(weights: str, adapter: str, salt: str, tokens: Sequence[int]) ->
 
 
 def new_checksum(slot_hash: bytes, epoch: int, first_layer: int, last_layer: int) -> xxh3_64:
-    """XXH3 hasher for the bytes of a piece. The seed identifies the piece, so the data of another slot, epoch or layer
-    has a wrong checksum.
+    """XXH3 hasher for the bytes of a piece. Its seed identifies the piece, so that the data of another slot, epoch or
+    layer gets a wrong checksum.
 
     Args:
         slot_hash: hash of the slot (``slot_hashes``).

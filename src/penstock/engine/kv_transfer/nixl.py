@@ -1,7 +1,8 @@
-"""The NIXL transport (the extra ``nixl``): D reads P's transfer buffer with UCX, which uses RDMA if available.
+"""The NIXL transport (optional dependency ``nixl``): the decode engine reads the transfer buffer of the prefill engine
+with UCX, which uses RDMA if available.
 
-NIXL transfers only the bytes of pieces. Messages use the engines' TCP connection, and the checksum decides if a piece
-was read, not NIXL's status.
+NIXL transfers only the bytes of pieces. Messages use the engines' TCP connection. A piece that NIXL reports as read is
+accepted only if its checksum is right.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 Job = TypeVar("Job")
 
 MEMORY = "DRAM"
+"""NIXL's name of host memory."""
 IN_PROGRESS, DONE = "PROC", "DONE"
 """NIXL's transfer states."""
 
@@ -33,6 +35,7 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
     address: int
     """Virtual address of the first slot in the agent's process."""
     slot_bytes: int
+    """Bytes per slot."""
 
 
 class NixlAgent:
@@ -45,7 +48,7 @@ class NixlAgent:
         try:
             from nixl_cu12._api import nixl_agent, nixl_agent_config
         except ImportError as error:
-            message = f"nixl is not installed ({error}); try pip install 'penstock-llm[nixl]'"
+            message = f"nixl is not installed ({error}): pip install 'penstock-llm[nixl]'"
             raise invalid("kv_transport", message) from error
         logging.getLogger("nixl").setLevel(logging.WARNING)
         try:
@@ -54,7 +57,7 @@ class NixlAgent:
             self._first = int(buffer.data.ctypes.data)
             self._registered = self._agent.register_memory([(self._first, buffer.data.nbytes, 0, "")], MEMORY)
         except Exception as error:  # NIXL has no common error class
-            raise invalid("kv_transport", f"nixl does not work on this machine: {error}") from error
+            raise invalid("kv_transport", f"nixl does not work on this machine ({error}): set auto or tcp") from error
 
     @property
     def address(self) -> NixlAddress:
@@ -73,7 +76,12 @@ class NixlAgent:
 
 
 class NixlPeer(Generic[Job]):
-    """Reads pieces from another engine's buffer into this one's."""
+    """Reads pieces from another engine's buffer into this engine's buffer.
+
+    Args:
+        first: address of the first slot of this engine's buffer.
+        name: name of the peer's agent.
+    """
 
     def __init__(self, agent: Any, first: int, address: NixlAddress, name: str) -> None:
         self._agent = agent
@@ -81,10 +89,11 @@ class NixlPeer(Generic[Job]):
         self._address = address
         self._name = name
         self._reading: list[tuple[Job, Any]] = []
+        """Reads in progress, each with its NIXL handle."""
 
     @property
     def busy(self) -> bool:
-        """True while pieces are being read, and NIXL may write to their slots of this engine's buffer."""
+        """True while pieces are being read: NIXL may then write to their slots of this engine's buffer."""
         return bool(self._reading)
 
     def read(self, job: Job, slot: int, into: int, first_byte: int, size: int) -> None:
@@ -103,7 +112,7 @@ class NixlPeer(Generic[Job]):
         self._reading.append((job, handle))
 
     def finished(self) -> list[tuple[Job, bool]]:
-        """Remove and return the reads that have ended, each with True if it succeeded."""
+        """Remove and return the reads that have ended. The bool of each read is True if it succeeded."""
         found, left = [], []
         for job, handle in self._reading:
             try:

@@ -46,6 +46,7 @@ MAX_READS = 4
 MAX_STOPS = 20
 """Maximum number of times that ``Stop`` is sent."""
 FREED = "has freed keys and values before they were read"
+"""Predicate of an error message about the prefill engine."""
 
 
 class Pull(msgspec.Struct, kw_only=True):
@@ -53,10 +54,11 @@ class Pull(msgspec.Struct, kw_only=True):
 
     start: Start
     hashes: list[bytes]
-    """Hashes of its slots (``slot_hashes``)."""
+    """Hashes of the transfer's slots (``slot_hashes``)."""
 
     @property
     def num_slots(self) -> int:
+        """Number of slots to transfer."""
         return len(self.hashes) - self.start.first_slot
 
 
@@ -70,7 +72,7 @@ class Arrived(msgspec.Struct, frozen=True):
     """Slot of D's buffer."""
     first_layer: int
     last_layer: int
-    """Exclusive."""
+    """Layer after the last one of the piece."""
     size: int
     """Size of the piece, bytes."""
 
@@ -92,7 +94,7 @@ class Broken(NamedTuple):
 
 class Job(NamedTuple):
     """A piece to read into D's buffer. Call ``Receiver.begin`` before writing to the buffer, and ``verify`` or
-    ``unreadable`` afterwards. A piece that is not begun in time is requested again."""
+    ``unreadable`` afterwards. Without a timely ``begin``, the piece is requested again."""
 
     transfer: bytes
     piece: Piece
@@ -103,6 +105,7 @@ class Job(NamedTuple):
 
     @property
     def message(self) -> Read:
+        """Message that requests the piece from P."""
         return Read(
             self.transfer, self.piece.index, self.piece.slot, self.piece.epoch, self.first_layer, self.last_layer
         )
@@ -120,27 +123,35 @@ class _Wanted:
     def __init__(self, piece: Piece) -> None:
         self.piece = piece
         self.reads = 0
+        """Number of requests so far."""
         self.begun = False
-        """True while it is being read."""
+        """True while the piece is being read."""
         self.requested: float | None = None
         """Time of the last request; None if a request is queued."""
 
 
 class _Transfer:
+    """State of a transfer that has not ended."""
+
     def __init__(self, pull: Pull, now: float) -> None:
         self.start, self.hashes = pull.start, pull.hashes
         self.start_sent = self.last_heard = self.status_sent = now
         self.answered = False
+        """True once P has answered ``Start``."""
         self.offers: set[int] = set()
+        """Numbers of the received offers."""
         self.end: Finished | None = None
+        """End of the offers; None until it is received."""
         self.wanted: dict[Key, _Wanted] = {}
+        """Offered pieces that have not arrived."""
         self.layers: dict[int, int] = {index: 0 for index in range(pull.start.first_slot, len(pull.hashes))}
-        """Slot of the transfer → number of verified layers."""
+        """Number of verified layers of each slot of the transfer."""
         self.arrived: set[Key] = set()
+        """Verified pieces."""
         self.slots: dict[int, int] = {}
-        """Slot of the transfer → slot of D's buffer."""
+        """Slot of D's buffer, by slot of the transfer."""
         self.users: dict[int, int] = {}
-        """Slot of the transfer → number of its pieces being read into D's buffer or imported from it."""
+        """Number of pieces being read into D's buffer or imported from it, by slot of the transfer."""
 
     @property
     def num_offers(self) -> int:
@@ -167,17 +178,21 @@ class Receiver:
         self._peer = peer
         self._transfers: dict[bytes, _Transfer] = {}
         self._stopping: dict[bytes, tuple[int, float]] = {}
-        """Transfer → number of ``Stop`` messages sent, and time of the last."""
+        """For each transfer being stopped: number of ``Stop`` messages sent, and time of the last one."""
         self._orphans: dict[bytes, _Transfer] = {}
-        """Ended transfers with pieces still being read or imported, whose slots are not free yet."""
+        """Ended transfers with slots that are not free yet: pieces are still being read or imported."""
         self._queue: deque[tuple[bytes, Key]] = deque()
         """Pieces to request."""
         self._last_heard = self._last_read = self._newest_answered = 0.0
-        """Time of the last message from P, of the last piece, and of the newest request that was answered."""
+        """Times of the last message from P, of the last piece, and of the newest request that P has answered."""
         self.outgoing: list[ToPrefill] = []
+        """Messages to send."""
         self.jobs: list[Job] = []
+        """Pieces to read."""
         self.events: list[Arrived | Completed | Broken] = []
+        """Events for the engine."""
         self.num_rereads = self.num_checksum_failures = 0
+        """Numbers for ``TransferStats`` since the caller has reset them."""
 
     def has(self, transfer: bytes) -> bool:
         """True if the transfer has not ended, or pieces of it are still being read or imported."""
@@ -189,7 +204,7 @@ class Receiver:
         self.outgoing.append(pull.start)
 
     def stop(self, transfer: bytes, now: float) -> None:
-        """End a transfer. Does nothing if it has ended already."""
+        """End a transfer; ignored if it has already ended."""
         if transfer in self._transfers:
             self._end(transfer, now)
 
@@ -204,7 +219,7 @@ class Receiver:
             return
         if state is None:
             if not isinstance(message, Gone) and message.transfer not in self._stopping:
-                self.outgoing.append(Stop(message.transfer))  # for instance, P received a late Start
+                self.outgoing.append(Stop(message.transfer))  # P may have received ``Start`` late
             return
         state.last_heard, state.answered = now, True
         match message:
@@ -223,7 +238,7 @@ class Receiver:
         self._advance(message.transfer, state, now)
 
     def begin(self, job: Job) -> bool:
-        """Begin to read a piece into D's buffer. Returns False if it is no longer wanted."""
+        """Begin to read a piece into D's buffer. Returns False if the piece is no longer needed."""
         state = self._transfers.get(job.transfer)
         wanted = state.wanted.get((job.piece.index, job.first_layer, job.last_layer)) if state else None
         if state is None or wanted is None or wanted.piece.epoch != job.piece.epoch or wanted.begun:
@@ -233,7 +248,7 @@ class Receiver:
         return True
 
     def job_of(self, data: Data) -> Job | None:
-        """The piece whose bytes follow ``data``; None if it is not wanted (any more)."""
+        """Piece with the bytes that follow ``data``; None if the piece is not needed (any more)."""
         state = self._transfers.get(data.transfer)
         key = data.index, data.first_layer, data.last_layer
         wanted = state.wanted.get(key) if state else None
@@ -243,7 +258,7 @@ class Receiver:
         return job if data.size == len(self.bytes_of(job)) else None
 
     def is_wanted(self, job: Job) -> bool:
-        """True if the transfer of a piece has not ended."""
+        """True if the piece's transfer has not ended."""
         return job.transfer in self._transfers
 
     def bytes_of(self, job: Job) -> memoryview:
@@ -256,7 +271,7 @@ class Receiver:
         return new_checksum(state.hashes[piece.index], piece.epoch, job.first_layer, job.last_layer)
 
     def verify(self, job: Job, checksum: int, now: float) -> None:
-        """Called when a piece was read into D's buffer. If its checksum is wrong, it is requested again."""
+        """Verify a piece that was read into D's buffer. A piece with a wrong ``checksum`` is requested again."""
         self._last_heard = self._last_read = now
         state = self._transfers.get(job.transfer)
         if state is None:
@@ -280,18 +295,18 @@ class Receiver:
         self._advance(job.transfer, state, now)
 
     def unreadable(self, job: Job, now: float) -> None:
-        """Called when a begun piece could not be read from P's buffer."""
+        """Fail the transfer of a begun piece that could not be read from P's buffer."""
         self._release(job.transfer, job.piece.index)
         if job.transfer in self._transfers:
             self._fail(job.transfer, f"{self._peer} {FREED}", now)
 
     def imported(self, arrived: Arrived, now: float) -> None:
-        """Called when the engine has imported or dropped a piece."""
+        """Free the memory of a piece that the engine has imported or dropped."""
         self._release(arrived.transfer, arrived.index)
         self._request(now)
 
     def _release(self, transfer: bytes, index: int) -> None:
-        """Remove a user of a slot. Without users the slot is freed if it is complete or its transfer has ended."""
+        """Decrement the users of a slot. A slot without users is freed if it is complete or its transfer has ended."""
         orphan = self._orphans.get(transfer)
         state = orphan or self._transfers[transfer]
         state.users[index] -= 1
@@ -304,8 +319,8 @@ class Receiver:
             del self._orphans[transfer]
 
     def tick(self, now: float) -> bool:
-        """Repeat unanswered messages, and fail transfers after the timeout. Returns False if P does not answer at all,
-        so that the connection should be closed."""
+        """Repeat unanswered messages, and fail transfers after the timeout. Returns False if P has not answered within
+        the timeout; the connection should then be closed."""
         answers = True
         for transfer, state in list(self._transfers.items()):
             if now - max(state.last_heard, self._last_heard) > self._timeout:
@@ -332,20 +347,21 @@ class Receiver:
         return answers
 
     def _is_late(self, wanted: _Wanted, now: float) -> bool:
-        """True if the answer to a ``Read`` is lost. Answers arrive in the order of the requests, even if slowly."""
+        """True if the answer to a ``Read`` is lost. P may be slow, but answers in the order of the requests."""
         limit = self._timeout / MAX_READS
         if wanted.begun or wanted.requested is None or now - wanted.requested <= limit:
             return False
         return wanted.requested < self._newest_answered or now - self._last_read > limit
 
     def close(self, reason: str, now: float) -> None:
-        """Fail all transfers after the connection is lost. The object can be used with the next connection."""
+        """Fail all transfers after the connection was lost. The receiver can be used with the next connection."""
         for transfer in list(self._transfers):
             self._fail(transfer, reason, now)
         self._stopping.clear()
         self.outgoing.clear()
 
     def _take_offer(self, state: _Transfer, offer: Offer) -> None:
+        """Queue the offered pieces. Duplicate and invalid offers are ignored."""
         if offer.number in state.offers:
             return
         valid = 0 <= offer.first_layer < offer.last_layer <= self._num_layers
@@ -369,8 +385,8 @@ class Receiver:
             self._end(transfer, now)
 
     def _request(self, now: float) -> None:
-        """Request queued pieces while D's buffer has room. Pieces of allocated slots overtake the others, as only they
-        can complete and free these slots."""
+        """Request queued pieces while D's buffer has free slots. Pieces of allocated slots are requested first, since
+        only they can complete and free these slots."""
         left: deque[tuple[bytes, Key]] = deque()
         for transfer, key in self._queue:
             state = self._transfers.get(transfer)
@@ -388,6 +404,7 @@ class Receiver:
         self._queue = left
 
     def _request_again(self, transfer: bytes, state: _Transfer, key: Key, problem: str, now: float) -> None:
+        """Request a piece again. After ``MAX_READS`` reads, fail the transfer; ``problem`` is the error's predicate."""
         wanted = state.wanted[key]
         if wanted.reads >= MAX_READS:
             self._fail(transfer, f"{self._peer} {problem}, after {MAX_READS} reads", now)
@@ -398,6 +415,7 @@ class Receiver:
         self._request(now)
 
     def _report(self, transfer: bytes, state: _Transfer, now: float) -> None:
+        """Send ``Status``."""
         state.status_sent = now
         counts = list(state.layers.values())
         released = next((i for i, layers in enumerate(counts) if layers != self._num_layers), len(counts))
@@ -408,7 +426,7 @@ class Receiver:
         self._end(transfer, now)
 
     def _end(self, transfer: bytes, now: float) -> None:
-        """Remove a transfer, and send ``Stop``. Slots of D's buffer that are in use are released later."""
+        """Remove a transfer, and send ``Stop``. Its slots of D's buffer that are still in use are released later."""
         state = self._transfers.pop(transfer)
         for index in [index for index in state.slots if index not in state.users]:
             self._buffer.release(state.slots.pop(index))

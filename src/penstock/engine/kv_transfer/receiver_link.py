@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT = 5.0
 """Maximum seconds to connect to a prefill engine."""
 NIXL_INTERVAL, NIXL_IDLE_INTERVAL = 0.0005, 0.005
-"""Polling interval of NIXL reads in seconds: while reads are in progress, and while there are none."""
+"""Seconds between two polls of NIXL: while reads are in progress, and while it is idle."""
 REFUSAL_SECONDS = 5.0
-"""Seconds after a refused or failed connection during which new transfers fail at once. Each of them triggers another
-attempt to connect."""
+"""Seconds after a refused or failed connection during which new transfers fail immediately. Each such transfer also
+triggers another attempt to connect."""
 
 
 class ReceiverLink:
-    """The connection to a prefill engine. It is established on demand, and again after it was lost.
+    """The connection to a prefill engine. It is established when a transfer needs it, also after it was lost.
 
     Args:
         address: address of the prefill engine, ``host:port``.
@@ -48,16 +48,21 @@ class ReceiverLink:
         self._wanted = asyncio.Event()
         """Set while a connection is needed."""
         self._welcomed = False
-        """True if the last connection was accepted by the prefill engine."""
+        """True if the prefill engine has accepted the last connection."""
         self._outbox: Outbox | None = None
+        """Messages to send; None while not connected."""
         self._remote: RemoteBuffer | None = None
+        """P's transfer buffer in shared memory; None with another transport."""
         self._nixl: NixlPeer[Job] | None = None
+        """P's transfer buffer for NIXL; None with another transport."""
         self._refused_until = 0.0
+        """Time until which new transfers fail, seconds on the monotonic clock."""
         self._refusal = ""
+        """Error message of these transfers."""
 
     @property
     def is_idle(self) -> bool:
-        """True if there is no connection and none is needed."""
+        """True if no connection exists or is needed."""
         return not self._wanted.is_set() and time.monotonic() >= self._refused_until
 
     def has(self, transfer: bytes) -> bool:
@@ -65,6 +70,7 @@ class ReceiverLink:
         return self._receiver.has(transfer) or any(pull.start.transfer == transfer for pull in self._waiting)
 
     def pull(self, pull: Pull) -> None:
+        """Start a transfer, after connecting if necessary."""
         now = time.monotonic()
         if now < self._refused_until:
             self._context.stats.failed += 1
@@ -78,16 +84,18 @@ class ReceiverLink:
         self._wanted.set()
 
     def stop(self, transfer: bytes) -> None:
+        """End a transfer."""
         self._waiting = [pull for pull in self._waiting if pull.start.transfer != transfer]
         self._receiver.stop(transfer, time.monotonic())
         self._flush()
 
     def imported(self, arrived: Arrived) -> None:
+        """Free the memory of a piece that the engine has imported or dropped."""
         self._receiver.imported(arrived, time.monotonic())
         self._flush()
 
     async def run(self) -> None:
-        """Connect whenever there is a transfer to pull."""
+        """Connect whenever a transfer needs a connection."""
         try:
             while True:
                 await self._wanted.wait()
@@ -104,7 +112,7 @@ class ReceiverLink:
         return Receiver(context.buffer, context.options.timeout, self._name)
 
     async def _serve(self) -> str:
-        """Connect, and pull until the connection is lost. Returns the reason of the loss."""
+        """Connect, and pull until the connection is lost. Returns an error message with the reason."""
         options = self._context.options
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
@@ -115,7 +123,7 @@ class ReceiverLink:
                 connection = Connection(link.socket)
         except SecretError as error:
             return self._refuse(f"{self._name} {error}")
-        except OSError as error:  # includes TimeoutError
+        except OSError as error:  # a TimeoutError is an OSError
             return self._refuse(f"{self._name} cannot be reached: {error.strerror or str(error) or 'no answer'}")
         tasks: list[asyncio.Task[Any]] = []
         try:
@@ -176,7 +184,7 @@ class ReceiverLink:
         return reason
 
     def _fail_all(self, reason: str, waiting: bool = True) -> None:
-        """Fail all started transfers, and with ``waiting`` those that wait for a connection."""
+        """Fail all started transfers; with ``waiting``, also fail transfers that wait for a connection."""
         self._receiver.close(reason, time.monotonic())
         if waiting:
             failure = Failure(Code.UNAVAILABLE, reason)
@@ -185,6 +193,7 @@ class ReceiverLink:
         self._flush()
 
     async def _receive(self, connection: Connection) -> None:
+        """Handle messages until the connection is lost."""
         receiver, now = self._receiver, time.monotonic
         while True:
             message = await connection.receive()
@@ -201,12 +210,14 @@ class ReceiverLink:
                     raise
                 receiver.verify(job, checksum.intdigest(), now())
             elif isinstance(message, Hello | Welcome | Refused | Start | Read | Status | Stop):
-                raise ConnectionError("it sent a message that a prefill instance must not send")
+                name = type(message).__name__
+                raise ConnectionError(f"it sent a message {name}, which a prefill instance must not send")
             else:
                 receiver.receive(message, now())
             self._flush()
 
     async def _tick(self) -> None:
+        """Check for overdue answers until the prefill engine stops answering."""
         while True:
             await asyncio.sleep(TICK_INTERVAL)
             answers = self._receiver.tick(time.monotonic())
@@ -224,18 +235,21 @@ class ReceiverLink:
             self._flush()
 
     async def _drain(self, peer: NixlPeer[Job]) -> None:
-        """Wait until NIXL no longer writes to this engine's buffer, as its slots cannot be freed before. The slots of a
-        read that does not end are lost."""
+        """Wait until NIXL no longer writes to this engine's buffer: until then, the slots cannot be freed. The slots of
+        a read that does not end are never freed."""
         self._receiver.close(f"the connection to {self._name} is lost", time.monotonic())
         deadline = time.monotonic() + self._context.options.timeout
         while peer.busy and time.monotonic() < deadline:
             self._take_finished(peer)
             await asyncio.sleep(NIXL_IDLE_INTERVAL)
         if peer.busy:
-            logger.error("NIXL reads from %s do not end: their slots of the transfer buffer are lost", self._name)
+            logger.error(
+                "NIXL reads from %s do not end; their slots of the transfer buffer are never freed", self._name
+            )
         peer.close()
 
     def _take_finished(self, peer: NixlPeer[Job]) -> None:
+        """Verify the pieces that NIXL has read."""
         receiver = self._receiver
         for job, read in peer.finished():
             if not read:
@@ -249,6 +263,7 @@ class ReceiverLink:
                 receiver.verify(job, 0, time.monotonic())
 
     def _read_by_nixl(self, peer: NixlPeer[Job], job: Job) -> None:
+        """Start to read a piece with NIXL."""
         if not self._receiver.begin(job):
             return
         begin, size = self._context.buffer.layer_offsets[job.first_layer], len(self._receiver.bytes_of(job))

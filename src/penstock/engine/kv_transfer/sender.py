@@ -7,8 +7,8 @@
                        └────────────────► failed ───────────────────────────────────────────────────┘
 ```
 
-Each slot of the buffer belongs to one transfer from ``offer`` until D has verified it (``Status.released``) or the
-transfer ends, and until none of its pieces is being sent (``sent``).
+A slot of the buffer belongs to one transfer from ``offer`` on. It is released once D has verified it
+(``Status.released``) or the transfer has ended, and none of its pieces is being sent (``sent``).
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Exported(msgspec.Struct, frozen=True):
     slot: int
     """Slot of the buffer, allocated by the caller. The transfer takes ownership of it."""
     epoch: int
+    """Epoch of the buffer slot."""
 
 
 class Cancelled(NamedTuple):
@@ -64,9 +65,12 @@ class Sending(NamedTuple):
 
     message: Data
     slot: int
+    """Slot of the buffer."""
 
 
 class _Transfer:
+    """State of a transfer."""
+
     def __init__(self, start: Start, hashes: list[bytes], now: float) -> None:
         self.start = start
         self.hashes = hashes
@@ -74,9 +78,11 @@ class _Transfer:
         self.offers: list[tuple[Offer, float]] = []
         """Offers, each with the time at which it was last sent."""
         self.slots: dict[int, tuple[int, int]] = {}
-        """Slot of the transfer → slot of the buffer and epoch, for slots that D may read."""
+        """Buffer slot and epoch of each slot of the transfer that D may read."""
         self.end: Finished | Failed | None = None
+        """Last message; None until it is sent."""
         self.end_sent = 0.0
+        """Time at which ``end`` was last sent."""
 
 
 class Sender:
@@ -99,12 +105,15 @@ class Sender:
         self._last_heard = 0.0
         """Time of the last message from D."""
         self._busy: dict[int, int] = {}
-        """Slot of the buffer → number of its pieces being sent."""
+        """Number of pieces being sent, by slot of the buffer."""
         self._to_release: set[int] = set()
         """Slots of the buffer to release once none of their pieces is being sent."""
         self.outgoing: list[ToDecode] = []
+        """Messages to send."""
         self.sending: list[Sending] = []
+        """Pieces to send."""
         self.events: list[Start | Cancelled] = []
+        """Events for the engine."""
 
     def has(self, transfer: bytes) -> bool:
         """True if the transfer has not ended."""
@@ -142,8 +151,8 @@ class Sender:
                 self._read(state, message)
 
     def offer(self, transfer: bytes, exported: list[Exported], first_layer: int, last_layer: int, now: float) -> None:
-        """Offer the exported layers ``first_layer`` to ``last_layer`` (exclusive) of slots. The offer of layer 0 passes
-        ownership of the slots; if the transfer has ended, they are released."""
+        """Offer layers ``first_layer`` to ``last_layer`` (exclusive) of the exported slots. The offer of layer 0 passes
+        ownership of the slots to the transfer; if it has ended, the slots are released."""
         state = self._transfers.get(transfer)
         if state is None or isinstance(state.end, Failed):
             for each in exported if first_layer == 0 else ():
@@ -161,7 +170,7 @@ class Sender:
         self.outgoing.append(offer)
 
     def finish(self, transfer: bytes, num_cached: int, now: float) -> None:
-        """End a transfer whose slots have all been offered."""
+        """End a transfer after all its slots were offered."""
         if state := self._transfers.get(transfer):
             state.end, state.end_sent = Finished(transfer, len(state.offers), num_cached), now
             self.outgoing.append(state.end)
@@ -173,7 +182,7 @@ class Sender:
             self.outgoing.append(state.end)
 
     def sent(self, sending: Sending) -> None:
-        """Called when a piece of ``sending`` is sent, or the connection is lost."""
+        """Record that a piece of ``sending`` was sent, or cannot be sent because the connection was lost."""
         self._busy[sending.slot] -= 1
         if not self._busy[sending.slot]:
             del self._busy[sending.slot]
@@ -182,8 +191,8 @@ class Sender:
                 self._buffer.release(sending.slot)
 
     def expire(self, now: float) -> bool:
-        """Drop transfers whose lease has expired. Returns False if the connection must be closed: D is silent while
-        pieces of ended transfers are being sent, whose slots could not be released otherwise."""
+        """Drop transfers with an expired lease. Returns False if the connection must be closed, to release slots of
+        ended transfers: their pieces are still being sent, but D sends no messages."""
         for transfer in [key for key, state in self._transfers.items() if now - state.last_heard > self._lease]:
             self._drop(transfer)
         return not (self._to_release and now - self._last_heard > self._lease)
@@ -194,6 +203,7 @@ class Sender:
             self._drop(transfer)
 
     def _read(self, state: _Transfer, message: Read) -> None:
+        """Send a requested piece, or ``Gone`` if the buffer no longer has it."""
         known = state.slots.get(message.index) == (message.slot, message.epoch)
         valid = 0 <= message.first_layer < message.last_layer <= self._buffer.num_layers
         if not (known and valid and self._buffer.holds(message.slot, message.epoch)):
@@ -205,7 +215,8 @@ class Sender:
         self.sending.append(Sending(Data(message.transfer, message.index, message.epoch, *layers, size), message.slot))
 
     def _resend(self, state: _Transfer, offers: int, now: float) -> bool:
-        """Resend the offers from ``offers`` on, and the end, unless sent recently. Returns True if any was sent."""
+        """Resend the offers from number ``offers`` on, and the end, unless they were sent recently. Returns True if any
+        message was sent."""
         late = [i for i in range(offers, len(state.offers)) if now - state.offers[i][1] > RESEND_INTERVAL]
         for i in late:
             offer, _ = state.offers[i]
@@ -219,6 +230,7 @@ class Sender:
         return bool(late)
 
     def _drop(self, transfer: bytes) -> None:
+        """Remove a transfer and free its slots; ignored if the transfer is unknown."""
         state = self._transfers.pop(transfer, None)
         if state is None:
             return

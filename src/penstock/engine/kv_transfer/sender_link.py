@@ -32,9 +32,10 @@ class SenderLink:
         self._sender = Sender(context.buffer, context.instance.weights_version, lease=options.timeout)
         self._outbox: Outbox | None = None
         self.on_transfers: Callable[[SenderLink, list[bytes]], None] = lambda link, transfers: None
-        """Called with the ids of new transfers."""
+        """Callback with this link and the ids of new transfers."""
 
     def has(self, transfer: bytes) -> bool:
+        """True if the transfer has not ended."""
         return self._sender.has(transfer)
 
     async def serve(self, connected: socket.socket) -> None:
@@ -73,19 +74,22 @@ class SenderLink:
             connection.close()
 
     def offer(self, transfer: bytes, exported: list[Exported], first_layer: int, last_layer: int) -> None:
+        """Offer layers of exported slots (``Sender.offer``)."""
         self._sender.offer(transfer, exported, first_layer, last_layer, time.monotonic())
         self._flush()
 
     def finish(self, transfer: bytes, num_cached: int) -> None:
+        """End a transfer after all its slots were offered."""
         self._sender.finish(transfer, num_cached, time.monotonic())
         self._flush()
 
     def fail(self, transfer: bytes, failure: Failure) -> None:
+        """End a transfer that the engine cannot compute."""
         self._sender.fail(transfer, failure, time.monotonic())
         self._flush()
 
     async def _welcome(self, connection: Connection, peer: str) -> bool:
-        """Receive ``Hello`` and reply. Returns False if the decode engine does not match this one."""
+        """Receive ``Hello`` and reply. Returns False if the decode engine does not match this engine."""
         hello = await connection.receive()
         if not isinstance(hello, Hello):
             return False
@@ -100,14 +104,17 @@ class SenderLink:
         return True
 
     async def _receive(self, connection: Connection) -> None:
+        """Handle messages until the connection is lost."""
         while True:
             message = await connection.receive()
             if not isinstance(message, Start | Read | Status | Stop):
-                raise ConnectionError("it sent a message that a decode instance must not send")
+                name = type(message).__name__
+                raise ConnectionError(f"it sent a message {name}, which a decode instance must not send")
             self._sender.receive(message, time.monotonic())
             self._flush()
 
     async def _tick(self) -> None:
+        """Drop transfers with an expired lease until the decode engine stops reading."""
         while True:
             await asyncio.sleep(TICK_INTERVAL)
             reads = self._sender.expire(time.monotonic())
@@ -116,6 +123,7 @@ class SenderLink:
                 raise ConnectionError("it does not read the pieces that it requested")
 
     def _flush(self) -> None:
+        """Send the sender's messages and pieces, and report its events."""
         sender = self._sender
         if self._outbox:
             self._outbox.put(sender.outgoing)
@@ -128,7 +136,8 @@ class SenderLink:
 
 
 async def _authenticate(connected: socket.socket, secret: bytes) -> NodeLink:
-    """Like ``node_link.accept``, but in the event loop, so that silent peers do not block others."""
+    """Authenticate a peer like ``node_link.accept``, but in the event loop, so that a silent peer does not block other
+    connections."""
     loop, link = asyncio.get_running_loop(), NodeLink(connected)
     try:
         challenge = node_link.send_challenge(link, PROTOCOL)
@@ -153,18 +162,20 @@ def mismatch(here: Instance, there: Instance, allow_fingerprint_mismatch: bool) 
     if (there.version, there.layout_version) != (here.version, here.layout_version):
         return f"it runs Penstock {there.version}, and the prefill instance {here.version}: install the same version"
     if there.weights_version != here.weights_version:
-        return f"it has other weights ({there.weights_version}) than the prefill instance ({here.weights_version})"
+        weights = f"({there.weights_version}) than the prefill instance ({here.weights_version})"
+        return f"it has other weights {weights}: start both with the same checkpoint"
     if there.layers != here.layers:
         message = "its KV cache has other layers, heads or dtypes than the prefill instance's"
         return f"{message} ({_describe(there)}, and {_describe(here)}): give both the same dtype and kv_cache_dtype"
     if there.fingerprint != here.fingerprint and not allow_fingerprint_mismatch:
         return (
             f"its kernels ({there.fingerprint}) are not bit-identical to the prefill instance's ({here.fingerprint}); "
-            "--allow-fingerprint-mismatch on both accepts that"
+            "to accept that, start both with --allow-fingerprint-mismatch"
         )
     return ""
 
 
 def _describe(instance: Instance) -> str:
+    """Shape and number format of an engine's KV cache, for an error message."""
     heads, vector_bytes, numbers = instance.layers[0]
     return f"{len(instance.layers)} layers of {heads} heads of {vector_bytes} bytes of {numbers}"

@@ -26,7 +26,7 @@ class FreeCapacity:
 
     Args:
         num_rows: number of free rows in the batch.
-        alone: True if no sequence runs; then the first one always fits.
+        alone: True if no sequence runs; the first waiting sequence then always fits.
     """
 
     def __init__(self, kv: KVCacheManager, num_rows: int, alone: bool) -> None:
@@ -37,15 +37,16 @@ class FreeCapacity:
         self._num_blocks = kv.num_blocks_for_starts
         self._alone = alone
         self._full = False
+        """True once a sequence did not fit."""
 
     def fits(self, sequence: Sequence) -> bool:
-        """True if ``sequence``, and all that are to be forked from it, could start in the remaining capacity."""
+        """True if ``sequence``, and the sequences to fork from it, could start in the remaining capacity."""
         if self._full or 1 + sequence.num_unforked > self._num_rows:
             return False
         return (self._alone and not self.num_startable) or self._kv.num_blocks_to_start(sequence) <= self._num_blocks
 
     def take(self, sequence: Sequence) -> None:
-        """Assign capacity to the next sequence of the queue. After the first that does not fit, none fits."""
+        """Assign capacity to the next sequence of the queue. After the first one that does not fit, no other fits."""
         self._full = not self.fits(sequence)
         if not self._full:
             self.num_startable += 1
@@ -60,21 +61,21 @@ class Admission:
 
     def __init__(self, state: SchedulerState) -> None:
         self.prerequisites = Prerequisites()
-        """First sequences of accepted requests that are not queued yet, with the futures that they wait for."""
+        """First sequences of accepted requests that are not queued yet, each with the futures for which it waits."""
         self._options, self._device_pool, self._kv = state.options, state.device_pool, state.kv
         self._running, self._waiting = state.running, state.waiting
-        self._external_ids: set[str] = set()
+        self._external_ids: set[str] = set()  # ids of unfinished requests
         self._deadlines: list[tuple[float, int, str]] = []
         """Deadline, order of arrival and id of each request with a deadline; sorted."""
         self._queue_timeouts: dict[Sequence, None] = {}
         """Ordered set of sequences without a step yet, the oldest first; only with ``max_queue_time``."""
         self._arrivals = 0
         self._free_capacity: FreeCapacity | None = None
-        """Capacity that remains after the waiting sequences; None if it has to be computed anew."""
+        """Capacity that the waiting sequences leave free; None if it has to be computed again."""
 
     @property
     def num_waiting(self) -> int:
-        """Number of waiting sequences, in the queue or for prerequisites."""
+        """Number of sequences that wait in the queue or for prerequisites."""
         return len(self._waiting) + len(self.prerequisites)
 
     def validate_and_clamp(self, request: EngineRequest) -> EngineRequest:
@@ -84,18 +85,19 @@ class Admission:
         """
         options, sampling = self._options, request.sampling
         if not request.prompt:
-            raise invalid("prompt", "must hold at least one token")
+            raise invalid("prompt", "must have at least one token, has 0")
         tokens, limit = len(request.prompt), options.max_model_len
         room = limit - tokens
         if request.pooling:
             if room < 0:
-                raise too_long("prompt", f"has {tokens} tokens, but at most {limit} are allowed", tokens, limit)
+                message = f"has {tokens} tokens, but the context has {limit} (max_model_len); shorten the prompt"
+                raise too_long("prompt", message, tokens, limit)
             room = 1  # an embedding request generates no token
         if room < 1:
-            message = f"has {tokens} tokens, but at most {limit - 1} leave room for an output token"
-            raise too_long("prompt", message, tokens, limit)
+            message = f"has {tokens} tokens, but at most {limit - 1} leave room for an output token (max_model_len)"
+            raise too_long("prompt", f"{message}; shorten the prompt", tokens, limit)
         if request.images and (position := next_position(tokens, request.images)) > tokens:
-            room = min(room, limit - position)  # a video may take more positions (in time) than tokens
+            room = min(room, limit - position)  # a video may take more temporal positions than tokens
             if room < 1:
                 message = f"end at position {position}, but the context ends at {limit} (max_model_len); "
                 message += "sample more frames per second"
@@ -106,22 +108,27 @@ class Admission:
             raise invalid("max_tokens", f"{sampling.max_tokens} is more than max_output_len ({limit})", limit)
         if sampling.num_sequences > options.max_num_seqs:
             field = "n" if sampling.best_of is None else "best_of"
-            raise invalid(field, f"must be at most max_num_seqs ({options.max_num_seqs})", options.max_num_seqs)
+            message = f"must be at most max_num_seqs ({options.max_num_seqs}), is {sampling.num_sequences}"
+            raise invalid(field, message, options.max_num_seqs)
         if request.deadline is not None and not math.isfinite(request.deadline):
-            raise invalid("deadline", "must be a finite number of seconds")
+            raise invalid("deadline", f"must be a finite number of seconds, is {request.deadline}")
         self._check_images(request)
         if request.resumed:
             self._check_resumed(request)
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.eos_token_ids)}
         allowed = set(sampling.allowed_token_ids or ()) - sampling.banned_token_ids
         if allowed and sampling.min_tokens and stops.issuperset(allowed):
-            raise invalid("min_tokens", "must be 0 if every allowed token ends the sequence", 0)
+            message = f"must be 0 if every allowed token ends the sequence, is {sampling.min_tokens}"
+            raise invalid("min_tokens", message, 0)
         max_tokens = min(sampling.max_tokens or room, options.max_output_len or room, room)
         if max_tokens != sampling.max_tokens:
             request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
         all_at_once = options.batch_scheduler_policy == "guaranteed_no_evict" or sampling.use_beam_search
-        if all_at_once and self._kv.worst_case_blocks(request) > self._device_pool.total:
-            raise invalid("n", "is too large: this many sequences of this length do not fit into the KV cache together")
+        if all_at_once and (blocks := self._kv.worst_case_blocks(request)) > (total := self._device_pool.total):
+            message = (
+                f"{sampling.num_sequences} sequences of up to {tokens + max_tokens} tokens take {blocks} KV blocks, "
+            )
+            raise invalid("n", message + f"but the KV cache has {total}; reduce n or max_tokens")
         return request
 
     def _check_images(self, request: EngineRequest) -> None:
@@ -131,11 +138,11 @@ class Admission:
         sizes = [image.length for image in request.images]
         largest = max(sizes, default=0) if self._options.enable_chunked_prefill else sum(sizes)
         if largest > limit:
-            message = f"take {largest} tokens, more than encoder_cache_size ({limit}); send smaller ones"
+            message = f"take {largest} tokens, more than encoder_cache_size ({limit}); send smaller images"
             raise invalid("images", message, limit)
         largest = max((image.length for image in request.images if image.bidirectional), default=0)
         if largest > (limit := self._options.max_num_batched_tokens):
-            message = f"take {largest} tokens in one step, but max_num_batched_tokens is {limit}; send smaller ones"
+            message = f"take {largest} tokens in one step, but max_num_batched_tokens is {limit}; send smaller images"
             raise invalid("images", message, limit)
 
     @staticmethod
@@ -155,8 +162,8 @@ class Admission:
         Raises ``PenstockError`` (``invalid``) if its ``external_id`` is in use.
         """
         if request.external_id in self._external_ids:
-            name = request.external_id.rpartition("\0")[2]  # without the tenant
-            message = f"{name[:200]!r} already exists: an unfinished request has this id"
+            name = request.external_id.rpartition("\0")[2]  # removes the tenant
+            message = f"{name[:200]!r} already exists: an unfinished request has this id; send another id"
             raise invalid("external_id", message)
         seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         sequences = [Sequence(request, index, seed, self._arrivals) for index in range(len(request.resumed) or 1)]
@@ -180,7 +187,8 @@ class Admission:
             for sequence in (*self._waiting, *self.prerequisites):
                 self._free_capacity.take(sequence)
         if self.num_waiting - self._free_capacity.num_startable - self._free_capacity.fits(first) >= limit:
-            raise PenstockError(Code.OVERLOADED, f"{self.num_waiting} sequences are waiting", "max_waiting", limit)
+            message = f"{self.num_waiting} sequences are waiting, and max_waiting is {limit}; try again later"
+            raise PenstockError(Code.OVERLOADED, message, "max_waiting", limit)
 
     def invalidate_free_capacity(self) -> None:
         """Discard the free capacity. Call this when rows or KV blocks were allocated or freed."""
@@ -210,7 +218,7 @@ class Admission:
 
     def enqueue_prepared(self) -> Iterator[tuple[str, Failure]]:
         """Queue sequences whose prerequisites are done. Yields id and failure of requests whose prerequisites failed;
-        the caller has to abort these."""
+        the caller has to abort these requests."""
         for sequence, failure in self.prerequisites.apply_done():
             if failure:
                 yield sequence.request.request_id, failure
@@ -220,7 +228,7 @@ class Admission:
 
     def overdue(self, now: float) -> Iterator[tuple[str, Failure]]:
         """Yield id and failure of requests that have waited longer than ``max_queue_time`` for their first step, or
-        whose deadline has passed. The caller has to abort each request before it takes the next.
+        whose deadline has passed. The caller has to abort each request before taking the next one.
 
         Args:
             now: seconds on the monotonic clock.
@@ -240,8 +248,8 @@ class Admission:
         self._queue_timeouts.pop(sequence, None)
 
     def remove_sequence(self, sequence: Sequence) -> bool:
-        """Remove a sequence that ends while it waits. Returns True if it was waiting for prerequisites; otherwise it is
-        in the queue, and the caller has to remove it there."""
+        """Remove a sequence that ends while it waits. Returns True if it was waiting for prerequisites. Otherwise the
+        caller has to remove the sequence from the queue."""
         self._queue_timeouts.pop(sequence, None)
         return self.prerequisites.remove(sequence)
 

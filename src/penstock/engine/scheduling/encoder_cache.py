@@ -1,4 +1,4 @@
-"""The encoder cache: which image features the workers keep, and which images the next step has to encode."""
+"""The encoder cache: image features that the workers keep, and images that the next step has to encode."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from penstock.core.multimodal import ImageInput
 
 class EncoderCache:
     """The scheduler's view of the workers' cache of image features: an LRU cache by content of the image. Steps are
-    computed in order, so planning a step determines what it finds in the cache.
+    computed in order, so the contents of the cache at a step are known when the step is planned.
 
-    Nothing is pinned between steps: evicted features are encoded again, bit-identical, since the request keeps its
-    pixels.
+    No features are pinned between steps: evicted features are encoded again, bit-identical, from the request's pixels.
 
     Args:
         capacity: maximum size of the cached features, in tokens.
@@ -26,13 +25,16 @@ class EncoderCache:
         self.num_encoded = self.num_hits = 0
         """Number of encoded images, and number of cache hits, since the engine started."""
         self._lengths: OrderedDict[bytes, int] = OrderedDict()
+        """Number of tokens of each cached image, by content hash, least recently used first."""
         self._used = 0
         self.is_used = False
         """True once a request had images."""
         self._needed: set[bytes] = set()
         """Images of the step being planned, which must not be evicted."""
         self._evicted: dict[bytes, None] = {}
+        """Ordered set of evicted images that the workers have not dropped yet."""
         self._to_encode: dict[bytes, ImageInput] = {}
+        """Images that the next message asks the workers to encode."""
 
     @property
     def num_entries(self) -> int:
@@ -49,10 +51,10 @@ class EncoderCache:
         self._needed.clear()
 
     def fit(self, request: EngineRequest, start: int, count: int, budget: int) -> int:
-        """Cache the images among tokens ``start`` to ``start + count`` of a request, and encode those not cached yet.
+        """Cache the images among tokens ``start`` to ``start + count`` of a request, and plan to encode missing ones.
 
         Returns the number of tokens that the step can compute from ``start`` on: up to the first image that does not
-        fit. An image with bidirectional attention is not split: its end may extend the number up to ``budget``.
+        fit. An image with bidirectional attention is not split: to include its end, the number may grow to ``budget``.
         """
         self.is_used = True
         for image in request.images:
@@ -69,6 +71,7 @@ class EncoderCache:
         return count
 
     def _add(self, image: ImageInput) -> bool:
+        """Cache an image for the step being planned. Returns False if it does not fit."""
         key = image.content_hash
         if key in self._lengths:
             self._lengths.move_to_end(key)
@@ -91,6 +94,7 @@ class EncoderCache:
 
     @property
     def _num_to_encode(self) -> int:
+        """Size of the images to encode, in tokens."""
         return sum(image.length for image in self._to_encode.values())
 
     @property
@@ -104,7 +108,7 @@ class EncoderCache:
             self._evicted[key] = None
 
     def clear(self) -> None:
-        """Evict all features, after a weight update, or after a failed step that should have computed some."""
+        """Evict all features: after a weight update, or after a failed step, whose features are missing."""
         for key in list(self._lengths):
             self._evict(key)
 

@@ -13,7 +13,7 @@ from ..step import SampledTokens
 
 def append_tokens(sequence: Sequence, sampled: SampledTokens) -> TokenDelta:
     """Append sampled tokens, and the tokens that the sequence's grammar forces after them (jump forward). Returns the
-    delta. If its ``finished`` is set, the caller has to end the sequence."""
+    delta. If the delta's ``finished`` is set, the caller has to end the sequence."""
     finished, stop_token, failure = None, None, None
     guide, token_ids = sequence.guide, sampled.token_ids
     if sampled.failure:
@@ -24,7 +24,7 @@ def append_tokens(sequence: Sequence, sampled: SampledTokens) -> TokenDelta:
             if token != eos:
                 token_ids[i - 1] = token
                 _resend_next_token(sequence)
-            if sampled.logprobs:  # keeps the logprob of the sampled token
+            if sampled.logprobs:  # the logprob remains that of the sampled token
                 sampled.logprobs[i - 1][0] = msgspec.structs.replace(sampled.logprobs[i - 1][0], token_id=token)
         sequence.tokens.append(token)
         if guide and (failure := guide.failure):
@@ -66,7 +66,7 @@ def append_tokens(sequence: Sequence, sampled: SampledTokens) -> TokenDelta:
 
 
 def _resend_next_token(sequence: Sequence) -> None:
-    """Mark the token that is appended next to be sent to the workers, which sampled another token, or none."""
+    """Mark the next appended token to be sent to the workers, since they have not sampled this token themselves."""
     first = len(sequence.tokens)
     sequence.resend_from = first if sequence.resend_from is None else min(sequence.resend_from, first)
 
@@ -79,7 +79,7 @@ def error_delta(sequence: Sequence, failure: Failure) -> TokenDelta:
 
 def pool_hidden_states(sequence: Sequence, states: np.ndarray) -> TokenDelta | None:
     """Pool hidden states of a prompt, ``[tokens, hidden]`` float32. Returns the delta with the embedding once the whole
-    prompt is computed, else None."""
+    prompt is computed, before that None."""
     assert sequence.pooling_state is not None
     sequence.pooling_state.add(states)
     if sequence.num_computed < sequence.prompt_length:
@@ -94,8 +94,8 @@ def pool_hidden_states(sequence: Sequence, states: np.ndarray) -> TokenDelta | N
 
 
 def _may_jump_forward(sequence: Sequence) -> bool:
-    """True if forced tokens may be appended without sampling. False if logprobs or logits are returned for each token,
-    or if a stop string might end the sequence within them."""
+    """True if forced tokens may be appended without sampling. False if the request returns logprobs or logits, if a
+    stop string might match within the forced tokens, or while a sampled token is in flight."""
     sampling = sequence.request.sampling
     returned = sampling.logprobs is not None or sampling.return_generation_logits
     return not sequence.num_pending and not returned and not sampling.stop

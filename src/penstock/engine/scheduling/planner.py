@@ -13,7 +13,7 @@ from .preemption import Preemption
 from .state import SchedulerState
 
 Hold = Literal["new", "all"]
-"""Sequences that are held, i.e. not planned: ``new`` ones, which have not started, or ``all``."""
+"""Sequences that are held (not planned): ``new`` ones, which have not started, or ``all``."""
 NUM_ISOLATED_STEPS = 8
 """Number of tokens that a suspect samples alone. A request that was alone in a fatal step causes the death again when
 its tokens are recomputed, or in the step after."""
@@ -23,7 +23,7 @@ class Planner:
     """Plans steps: running sequences first, then waiting ones, then drafts, while the token budget lasts.
 
     Args:
-        pipeline_stages, max_concurrent_batches: as in ``Scheduler``.
+        pipeline_stages, max_concurrent_batches: arguments of ``Scheduler``.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Planner:
         self._admission = admission
         self._pipeline_stages = pipeline_stages
         self._num_shares = min(pipeline_stages, max_concurrent_batches)
+        """Number of steps among which the running sequences are divided."""
         self.holds: dict[str, Hold] = {}
         """Active holds by owner."""
         self.isolated: dict[str, int] = {}
@@ -74,7 +75,7 @@ class Planner:
                 break
             partial = shares and sequence.is_partial_prefill
             if sequence.state is not State.RUNNING or not (partial or left):
-                continue  # preempted by a sequence before it, or left to the other steps in flight
+                continue  # an earlier sequence has preempted this one, or another step in flight computes it
             count = min(self._num_new_tokens(sequence, plan.drafting), budget)
             if sequence.request.images:
                 count = self._encoder_cache.fit(sequence.request, sequence.num_scheduled, count, budget)
@@ -106,8 +107,8 @@ class Planner:
         return None
 
     def _share(self) -> int:
-        """Number of running sequences per step, for an equal share in all steps in flight. Partial prefills do not
-        count: they have tokens for every step, and would displace the others."""
+        """Number of running sequences per step, equal for all steps in flight. Partial prefills do not count: they have
+        tokens for every step, and would displace decoding sequences."""
         return -(-sum(not sequence.is_partial_prefill for sequence in self._running) // self._num_shares)
 
     def _num_new_tokens(self, sequence: Sequence, drafting: bool) -> int:
@@ -120,8 +121,8 @@ class Planner:
             total >= sequence.max_len  # the last token is in flight
             or sequence.num_candidates  # the next beams are selected once all beams have their candidates
             or self._pipeline_stages > 1  # the first stage does not know the token in flight
-            or sequence.guide  # the allowed tokens depend on it
-            or drafting  # a draft depends on it, too
+            or sequence.guide  # the allowed tokens depend on the token in flight
+            or drafting  # the draft depends on the token in flight
         ):
             return 0
         threshold = self._options.long_prefill_token_threshold
@@ -150,7 +151,8 @@ class Planner:
         plan.scheduled.append(ScheduledSequence(sequence, start, count, sampling, [], []))
 
     def _fork(self, first: Sequence) -> list[Sequence]:
-        """Fork and start the other sequences of a request, when ``first`` samples its first token. Returns them."""
+        """Fork the other sequences of a request from ``first`` and start them, when it samples its first token. Returns
+        the forked sequences."""
         if not first.num_unforked:
             return []
         siblings = self._groups[first.request.request_id].fork(self._kv)
@@ -186,8 +188,8 @@ class Planner:
             budget -= count
 
     def _start(self, sequence: Sequence, hit: CacheHit, count: int, plan: Plan) -> bool:
-        """Start a waiting sequence, with blocks for ``count`` tokens after its cache ``hit``. Returns False if too few
-        blocks are free."""
+        """Start a waiting sequence, with blocks for ``count`` tokens after its cache ``hit``. Returns False if not
+        enough blocks are free."""
         loads = self._kv.allocate(sequence, hit, count, alone=not self._running)
         if loads is None:
             return False

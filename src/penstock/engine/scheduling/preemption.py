@@ -26,11 +26,11 @@ class Preemption:
         self._running, self._waiting, self._groups = state.running, state.waiting, state.groups
 
     def make_room(self, sequence: Sequence, count: int, plan: Plan) -> int | None:
-        """Free blocks for ``count`` more tokens of a sequence: release imported prefixes of waiting sequences, then
-        preempt other sequences, and at last this one.
+        """Free blocks for ``count`` more tokens of ``sequence``: release imported prefixes of waiting sequences, then
+        preempt other sequences, finally ``sequence`` itself.
 
-        Returns the number of blocks to allocate. None if the sequence cannot be part of this step: it was preempted
-        itself, or the next sequence to preempt is computed by a step in flight.
+        Returns the number of blocks to allocate. None if the sequence cannot be part of this step: it was preempted,
+        or a step in flight computes the next sequence to preempt.
         """
         while (num_blocks := self._kv.num_blocks_to_allocate(sequence, count)) > self._device_pool.num_free:
             if self._kv.drop_import():
@@ -44,8 +44,8 @@ class Preemption:
         return num_blocks
 
     def recompute_all(self) -> None:
-        """Preempt all running sequences. They, swapped sequences and imported prefixes are recomputed. Call this while
-        no step is in flight."""
+        """Preempt all running sequences. They will be recomputed, like swapped sequences and imported prefixes. Call
+        this while no step is in flight."""
         while len(self._running):
             self._preempt(self._running.last)
         for sequence in [one for one in self._waiting if one.state is State.SWAPPED]:
@@ -66,12 +66,14 @@ class Preemption:
                 self._recompute_swapped(sequence)
 
     def _recompute_swapped(self, sequence: Sequence) -> None:
+        """Release the host blocks of a swapped sequence, and queue it to be recomputed."""
         self._waiting.remove(sequence)
         self._kv.release_host(sequence)
         sequence.reset_computed()
         self._waiting.push(sequence)
 
     def _preempted_with(self, sequence: Sequence) -> list[Sequence]:
+        """The sequences to preempt together with ``sequence``, including it: all beams of its request."""
         return self._groups[sequence.request.request_id].sequences if sequence.num_candidates else [sequence]
 
     def _preempt(self, victim: Sequence, plan: Plan | None = None) -> None:

@@ -15,7 +15,7 @@ class Prerequisite(NamedTuple):
     """A future that must be done before a request is queued."""
 
     future: Future[Any]
-    """The future, which requests may share. It is cancelled if the last of them ends before it is done."""
+    """The future, which requests may share. It is cancelled if all these requests end before it is done."""
     apply: Callable[[Sequence, Any], None]
     """Callback with a sequence of the request and the future's result."""
     every_sequence: bool = False
@@ -38,7 +38,7 @@ class Prerequisites:
 
     @property
     def futures(self) -> list[Future[Any]]:
-        """Distinct futures that sequences wait for."""
+        """Distinct futures for which sequences wait."""
         return list(self._users)
 
     def add(self, sequence: Sequence, prerequisites: list[Prerequisite]) -> None:
@@ -48,8 +48,8 @@ class Prerequisites:
             self._users[future] = self._users.get(future, 0) + 1
 
     def remove(self, sequence: Sequence) -> bool:
-        """Remove a sequence, and cancel its futures that no other sequence needs. Returns False if the sequence was not
-        waiting here."""
+        """Remove a sequence, and cancel its futures that no other sequence needs. Returns False if the sequence has no
+        prerequisites."""
         prerequisites = self._waiting.pop(sequence, None)
         for future, *_ in prerequisites or ():
             self._users[future] -= 1
@@ -59,8 +59,8 @@ class Prerequisites:
         return prerequisites is not None
 
     def apply_done(self) -> Iterator[tuple[Sequence, Failure | None]]:
-        """Apply the results for sequences whose futures are all done. Yields each sequence with the failure of a future
-        or of its ``apply``, or None; the caller has to ``remove`` it."""
+        """Apply the results for sequences whose futures are all done. Yields each sequence, which the caller has to
+        ``remove``, with the failure of a future or an ``apply``, or None."""
         if not any(future.done() for future in self._users):
             return
         for sequence, prerequisites in list(self._waiting.items()):
@@ -69,6 +69,7 @@ class Prerequisites:
 
 
 def _apply(sequence: Sequence, prerequisites: list[Prerequisite]) -> Failure | None:
+    """Apply the results of all prerequisites. Returns the first failure, or None."""
     try:
         for future, apply, _ in prerequisites:
             apply(sequence, future.result())

@@ -1,9 +1,9 @@
 """The scheduler: manages requests from arrival to end, and plans the steps that compute them.
 
 There are no prefill and decode phases. A step has a token budget, and each sequence gets some of the tokens that it has
-not computed yet; chunked prefill, decoding, cache hits and recomputation differ in numbers only. Steps may overlap:
-``schedule`` can plan a step while the previous one is in flight, whose sampled tokens are not known yet. Blocks are
-freed only after the last step that uses them.
+not computed yet; chunked prefill, decoding, cache hits and recomputation differ only in the number of tokens. Steps may
+overlap: ``schedule`` can plan a step while the sampled tokens of the previous step are not known yet. Blocks are freed
+only after the last step that uses them.
 
 ``Admission`` accepts requests, ``Planner`` plans a step, ``Preemption`` frees blocks for it, ``RunningBatch`` assigns
 rows of the workers' batch, ``SequenceGroup`` holds a request's sequences.
@@ -42,6 +42,7 @@ from .waiting import WaitingQueue
 logger = logging.getLogger(__name__)
 
 REQUEST_FAILED = "request %s failed with an internal error"
+"""Log message, with the request's ``log_name``."""
 OUTPUT_FAILED = Failure(Code.INTERNAL, "an internal error ended the output; the server's log has the traceback")
 
 
@@ -55,7 +56,7 @@ class Scheduler:
         pipeline_stages: number of pipeline stages of the workers. Each step computes ``1 / pipeline_stages`` of the
             running sequences, so that every stage has a step to compute.
         max_concurrent_batches: maximum number of steps in flight.
-        offloading: host and disk tiers of the prefix cache; None without them.
+        offloading: host and disk tiers of the prefix cache; None without tiers.
 
     Raises ``PenstockError`` (``invalid``) if the KV cache cannot hold a single sequence of ``max_model_len``.
     """
@@ -82,7 +83,7 @@ class Scheduler:
         self.before_release: Callable[[Sequence], None] = lambda sequence: None
         """Callback with a sequence that has ended, before its blocks are freed."""
         self.after_request: Callable[[SequenceGroup, Failure | None], None] = lambda group, failure: None
-        """Callback with the sequences of a request that has ended, and its failure; None if it has finished."""
+        """Callback with the sequences of a request that has ended, and its failure (None without an error)."""
         self._groups: dict[str, SequenceGroup] = {}
         self.kv = KVCacheManager(options, device_pool, host_pool, weights, offloading)
         self.waiting = WaitingQueue(options.scheduling_policy == "priority", options.long_prefill_token_threshold)
@@ -150,13 +151,15 @@ class Scheduler:
         """Queue a request.
 
         Args:
-            prerequisites: called once the request is accepted. The request is queued when all that it returns are done.
+            prerequisites: called once the request is accepted; the request is queued when all returned prerequisites
+                are done.
 
         Raises ``PenstockError``: ``invalid`` if it can never run, ``overloaded`` if the queue is full.
         """
         request = self.admission.validate_and_clamp(request)
         if request.request_id in self._groups:
-            raise invalid("request_id", f"{request.request_id!r} is in use")
+            message = f"{request.request_id!r} is the id of an unfinished request: send another id"
+            raise invalid("request_id", message)
         sequences = self.admission.new_sequences(request)
         if not request.resumed:
             self.admission.check_queue(sequences[0])
@@ -166,7 +169,7 @@ class Scheduler:
             self._planner.isolate(request.request_id)
 
     def enqueue_prepared(self) -> list[TokenDelta]:
-        """Queue requests whose prerequisites are done. Returns the last deltas of those whose prerequisites failed."""
+        """Queue requests with finished prerequisites. Returns the last deltas of requests with failed prerequisites."""
         return self._abort_all(self.admission.enqueue_prepared())
 
     def expire(self, now: float) -> list[TokenDelta]:
@@ -178,7 +181,7 @@ class Scheduler:
         return [delta for request_id, failure in failures for delta in self.abort(request_id, failure)]
 
     def pause(self, request_id: str, paused: bool) -> None:
-        """Pause (True) or resume (False) a request. A paused request generates no tokens; it keeps its blocks unless it
+        """Pause (True) or resume (False) a request. A paused request generates no tokens. It keeps its blocks until it
         is preempted."""
         if group := self._groups.get(request_id):
             for sequence in group.sequences:
@@ -201,7 +204,8 @@ class Scheduler:
 
     @property
     def has_started_sequences(self) -> bool:
-        """True if an unfinished sequence has had a step, except for paused ones, whose clients do not read."""
+        """True if at least one step has computed an unfinished sequence. Paused sequences are ignored, since their
+        clients do not read."""
         return any(one.has_started and not one.paused for group in self._groups.values() for one in group.unfinished)
 
     def recompute_all(self) -> None:
@@ -227,7 +231,7 @@ class Scheduler:
         self.encoder_cache.clear()
 
     def abort(self, request_id: str, failure: Failure | None = None) -> list[TokenDelta]:
-        """End all sequences of a request, with ``failure``, or as cancelled without it.
+        """End all sequences of a request, with ``failure``, or as cancelled if that is None.
 
         Returns the last delta of each unfinished sequence. An unknown id (a request that has ended) is ignored.
         """
@@ -273,7 +277,7 @@ class Scheduler:
             self._remove(request_id, failure)
 
     def _remove(self, request_id: str, failure: Failure | None = None) -> None:
-        """Remove a request whose sequences have all ended, the last one with ``failure``."""
+        """Remove a request whose sequences have all ended, the last one with ``failure`` (None without an error)."""
         group = self._groups.pop(request_id)
         self.builder.drop_beam_steps(request_id)
         self.admission.remove_request(group.first)
@@ -282,8 +286,8 @@ class Scheduler:
     # --- Steps ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Plan:
-        """Plan one step. The plan is empty if there is nothing to run, or nothing until a step in flight is
-        collected."""
+        """Plan one step. The plan is empty if no sequence can run now; sequences may be waiting for a step in flight
+        to be collected."""
         self.admission.invalidate_free_capacity()
         return self._planner.plan(self.speculation)
 
@@ -346,7 +350,7 @@ class Scheduler:
         """Record that a step has computed tokens ``start`` to ``end`` of a sequence, and cache its full blocks.
 
         Args:
-            accepted: accepted draft tokens: the last of the computed tokens, which are not appended yet.
+            accepted: accepted draft tokens, which are the last computed tokens, and not yet appended to the sequence.
         """
         sequence.inflight_steps -= 1
         if sequence.state is State.FINISHED:
@@ -366,15 +370,15 @@ class Scheduler:
         return self._finish_if_done(sequence, delta)
 
     def _finish_if_done(self, sequence: Sequence, delta: TokenDelta | None) -> list[TokenDelta]:
-        """End the sequence if ``delta`` is its last. Returns the delta, if there is one."""
+        """End the sequence if ``delta`` is its last. Returns a list of the delta; empty if ``delta`` is None."""
         if delta and delta.finished:
             self._end(sequence)
             self._remove_if_ended(sequence.request.request_id, delta.failure)
         return [delta] if delta else []
 
     def _add_candidates(self, beam: Sequence, sampled: SampledTokens) -> list[TokenDelta]:
-        """Add a beam's candidates to its search. Once all beams have theirs, the search selects the next beams, or
-        ends. Returns the deltas when it has ended."""
+        """Add a beam's candidates to its search. Once all beams have candidates, the search selects the next beams, or
+        ends. Returns the deltas of the returned sequences when the search has ended."""
         request_id = beam.request.request_id
         if sampled.failure:
             return self.abort(request_id, sampled.failure)

@@ -11,8 +11,8 @@ from ..sequence.sequence import Sequence, State
 class SequenceGroup:
     """The sequences of one request, by index.
 
-    The first one computes the prompt. The others are forked from it in the step that samples its first token. Those of
-    a resumed request exist from the beginning.
+    The first sequence computes the prompt. The others are forked from it in the step that samples its first token. The
+    sequences of a resumed request exist from the beginning.
 
     Args:
         sequences: the first sequence, or all of a resumed request. With ``use_beam_search``, sets its
@@ -24,12 +24,13 @@ class SequenceGroup:
         self.request = first.request
         self.sequences = sequences
         self.search: BeamSearch | None = None
-        """The beam search over the sequences; None if they sample."""
+        """The beam search over the sequences; None without beam search."""
         self.preempted: set[int] = set()
         """Indices of sequences that were preempted at least once."""
         self.preempted_at: list[float] = []
         """Times of preemptions, seconds on the monotonic clock; only for traced requests."""
         self._first_guide: Guide | None = None
+        """Copy of the first sequence's guide at the end of the prompt, to restart a guided beam search."""
         if self.request.sampling.use_beam_search:
             self.search = BeamSearch(first)
             first.num_candidates = self.search.num_candidates
@@ -43,8 +44,8 @@ class SequenceGroup:
         return [sequence for sequence in self.sequences if sequence.state is not State.FINISHED]
 
     def fork(self, kv: KVCacheManager) -> list[Sequence]:
-        """Fork the remaining sequences from the first. They share its blocks. Returns them, not running yet; empty if
-        all exist."""
+        """Fork the remaining sequences from the first. They share its blocks. Returns the new sequences, which are not
+        running yet; empty if all sequences exist."""
         first, siblings = self.first, list[Sequence]()
         if not first.num_unforked:
             return siblings
@@ -58,7 +59,7 @@ class SequenceGroup:
         return siblings
 
     def reorder_beams(self, beam_steps: list[BeamStep], kv: KVCacheManager) -> list[int]:
-        """Continue each beam ``i`` from the parent and with the token of ``beam_steps[i]``. Returns the workers' update
+        """Replace each beam ``i`` by the parent in ``beam_steps[i]`` followed by the token. Returns the workers' update
         (``RowUpdates.beam_steps``)."""
         rows = [beam.row for beam in self.sequences]
         kv.reorder_beams(self.sequences, [step.parent for step in beam_steps], [step.token for step in beam_steps])
@@ -69,10 +70,11 @@ class SequenceGroup:
         return updates
 
     def restart_search(self, block_size: int) -> None:
-        """Restart a preempted beam search from the prompt, with only the first sequence. The caller has ended the
-        others.
+        """Restart a preempted beam search from the prompt, with only the first sequence. The caller has ended the other
+        beams.
 
-        If beams were swapped or recomputed one by one, they would no longer share blocks, and might not fit together.
+        If beams were swapped or recomputed one by one, they would no longer share blocks, and might not all fit into
+        the KV cache.
         """
         first = self.first
         if len(self.sequences) > 1:

@@ -21,8 +21,8 @@ class StepBuilder:
     ``Sequence.sent_blocks`` and ``Sequence.resend_from``.
 
     Args:
-        send_sampled: send a sampled token again with the step that computes it. Needed by pipeline stages before the
-            last, which do not sample.
+        send_sampled: send each sampled token with the step that computes it, for pipeline stages before the last one,
+            which do not sample.
         encoder_cache: source of the images to encode and to drop.
     """
 
@@ -32,6 +32,7 @@ class StepBuilder:
         """LoRA slots by adapter (``EngineRequest.adapter``); -1 for the base model. Updated by ``LoRAManager``."""
         self._send_sampled = send_sampled
         self._beam_steps: dict[str, list[int]] = {}
+        """``RowUpdates.beam_steps`` to send, by request id."""
 
     def add_beam_steps(self, request_id: str, beam_steps: list[int]) -> None:
         """Send ``beam_steps`` (``RowUpdates.beam_steps``) with the next step that computes a beam of this request. If
@@ -43,8 +44,8 @@ class StepBuilder:
         self._beam_steps.pop(request_id, None)
 
     def build(self, plan: Plan) -> StepInput:
-        """Build the message of a plan, without drafts (``add_drafts``), and record its contents as sent. Build each
-        plan once, and send the messages in the same order."""
+        """Build the message of a plan, without drafts (``add_drafts``), and record its contents as sent. Call this once
+        per plan, and send the messages in the order of the calls."""
         if not plan.scheduled:
             return StepInput(self._updates(plan, (), ()), EMPTY, EMPTY, EMPTY, EMPTY.astype(bool))
         sequences, starts, lengths, sampling, *_ = zip(*plan.scheduled, strict=True)
@@ -128,8 +129,8 @@ class StepBuilder:
 
 
 def add_drafts(step: StepInput, plan: Plan) -> None:
-    """Add the draft tokens of a plan to its message. Separate from ``StepBuilder.build``, after which the workers may
-    draft the tokens."""
+    """Add the draft tokens of a plan to its message. This is separate from ``StepBuilder.build``, since the workers may
+    draft the tokens after it."""
     drafts = [item.draft for item in plan.scheduled]
     if any(drafts):
         step.drafts = _array([len(draft) for draft in drafts])
@@ -140,6 +141,7 @@ def add_drafts(step: StepInput, plan: Plan) -> None:
 
 
 def _segment(segments: list[int], row: int, first: int, values: list[int]) -> None:
+    """Append ``values[first:]`` of a row to ``segments`` (``RowUpdates``)."""
     segments += (row, first, len(values) - first)
     segments += values[first:]
 

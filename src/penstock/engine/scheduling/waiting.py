@@ -1,4 +1,4 @@
-"""The waiting queue: sequences that are new or were preempted, in scheduling order."""
+"""The waiting queue: new and preempted sequences, in scheduling order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ScheduleKey = tuple[int, int, int]
 class WaitingQueue:
     """Waiting sequences, sorted by ``schedule_key``.
 
-    Long sequences are in a separate list, so that ``peek`` can skip them without a search. ``push`` and ``remove`` take
-    a binary search, and move the tail of a list.
+    Long sequences are in a separate list, so that ``peek`` can skip them without a search. ``push`` and ``remove`` do a
+    binary search, and move the tail of a list.
 
     Args:
         by_priority: sort by priority before arrival (``scheduling_policy``).
-        long_threshold: a sequence with more uncomputed tokens than this is long; 0: none is.
+        long_threshold: a sequence with more uncomputed tokens than this is long; 0: no sequence is long.
     """
 
     def __init__(self, by_priority: bool, long_threshold: int = 0) -> None:
@@ -46,14 +46,15 @@ class WaitingQueue:
         return 0 < self._long_threshold < len(sequence.tokens) - sequence.num_computed
 
     def push(self, sequence: Sequence) -> None:
+        """Add a sequence."""
         insort(self._list_of(sequence), sequence, key=self.schedule_key)
 
     def peek(self, include_long: bool, started: bool = False, request_id: str | None = None) -> Sequence | None:
         """The first sequence in scheduling order; None if the queue is empty.
 
         Args:
-            include_long: consider long sequences, too.
-            started: consider only sequences that have run before and were preempted.
+            include_long: also consider long sequences.
+            started: consider only preempted sequences.
             request_id: consider only the sequences of this request; None: all.
         """
         queues: tuple[list[Sequence], ...] = (self._short, self._long) if include_long else (self._short,)
@@ -72,4 +73,5 @@ class WaitingQueue:
         del queue[at]
 
     def _list_of(self, sequence: Sequence) -> list[Sequence]:
+        """The list that holds a sequence."""
         return self._long if self.is_long(sequence) else self._short

@@ -1,7 +1,7 @@
 """Beam search: finds the most likely sequences by extending the best beams in each step.
 
-The rules are those of transformers' ``generate`` with ``num_beams``, so that both find the same sequences: which
-candidates are considered, when a search ends, and that log probabilities are divided by a power of the length.
+The search follows transformers' ``generate`` with ``num_beams``, so that both find the same sequences: in the number of
+candidates, the condition that ends a search, and the division of log probabilities by a power of the length.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from ..step import NO_TOKEN_ALLOWED, Candidates
 from .sequence import Sequence
 
 Logprobs = tuple["Logprobs", Logprob] | None
-"""Logprobs of a beam's tokens, as a linked list from the last token back, since beams share prefixes."""
+"""Logprobs of a beam's tokens: a linked list from the last token to the first, so that beams can share prefixes."""
 DUPLICATE_LOGPROB = np.float32(-1e9)
-"""Log probability of a duplicate beam, so that its candidates rank last. Duplicates are all beams but one before the
-first step, and copies that fill up the beams if too few can be extended."""
+"""Log probability of a duplicate beam, so that its candidates rank last. Before the first step, all beams but the first
+are duplicates. Later, copies of the best beam replace missing beams if too few beams can be extended."""
 
 
 class BeamStep(NamedTuple):
-    """Next step of a beam: the beam that it continues, and the token that it appends."""
+    """Next step of a beam: the parent beam to continue, and the token to append."""
 
     parent: int
-    """Index of the beam that it continues."""
+    """Index of the parent beam."""
     token: int
     """Token appended to the parent's tokens."""
     guide: Guide | None
     """State of the grammar after ``token``."""
     logprobs: Logprobs
+    """Logprobs of the parent's output tokens and ``token``."""
 
 
 class Hypothesis(NamedTuple):
@@ -41,20 +42,22 @@ class Hypothesis(NamedTuple):
     score: np.float32
     """``logprob / length ** length_penalty``; higher is better."""
     logprob: float
-    """Sum of the log probabilities of its tokens."""
+    """Sum of the log probabilities of ``token_ids``."""
     token_ids: list[int]
     """Output tokens."""
     logprobs: Logprobs
+    """Logprobs of ``token_ids``."""
     stopped: bool
-    """True if a stop token or the grammar ended it, False if ``max_tokens`` did."""
+    """True if a stop token or the end of the grammar ended the sequence; False at the maximum length."""
     stop_token: int | None
+    """Stop token that ended the sequence; None if no stop token did."""
 
 
 class BeamSearch:
     """The beam search of one request.
 
-    In each step, each beam gets its candidates (``add_candidates``). Once all beams have theirs (``ready``), ``select``
-    chooses the next beams.
+    In each step, each beam gets its candidates (``add_candidates``). Once all beams have candidates (``ready``),
+    ``select`` chooses the next beams.
 
     Args:
         first: the request's first sequence.
@@ -68,8 +71,11 @@ class BeamSearch:
         self.num_candidates = max(2, 1 + len(first.stop_token_ids)) * self._num_beams
         """Number of candidates per beam: enough to extend all beams if the best candidates are stop tokens."""
         self._beam_logprobs = [np.float32(0), *[DUPLICATE_LOGPROB] * (self._num_beams - 1)]
+        """Sum of the log probabilities of each beam's output tokens."""
         self._token_logprobs: list[Logprobs] = [None] * self._num_beams
+        """Logprobs of each beam's output tokens."""
         self._candidates: dict[int, Candidates] = {}
+        """Candidates of the current step, by index of the beam."""
         self._hypotheses: list[Hypothesis] = []
         """The best finished sequences, at most one per beam, the best first."""
 
@@ -118,7 +124,7 @@ class BeamSearch:
         self._beam_logprobs = [logprob for logprob, _ in extended]
         steps = [step for _, step in extended]
         self._token_logprobs = [step.logprobs for step in steps]
-        return [  # duplicates get copies of the guide
+        return [  # a duplicate gets a copy of the guide
             step if at == steps.index(step) or not step.guide else step._replace(guide=step.guide.copy())
             for at, step in enumerate(steps)
         ]
@@ -126,8 +132,8 @@ class BeamSearch:
     def _best_candidates(self) -> list[tuple[np.float32, int, int, np.float32, int]]:
         """The ``num_candidates`` best candidates of all beams, the best first; ties by lower beam, then lower token.
 
-        Returns for each candidate: log probability of the beam extended by it, index of its beam, token id, log
-        probability of the token, and rank in its beam, starting at 1.
+        Returns for each candidate: log probability of the extended beam, index of the beam, token id, log probability
+        of the token, and rank among the candidates of the beam, starting at 1.
         """
         by_beam = self._candidates
         counts = [len(each.token_ids) for each in by_beam.values()]
@@ -149,8 +155,8 @@ class BeamSearch:
     def deltas(self, beams: list[Sequence]) -> list[TokenDelta]:
         """Create one delta per sequence to return, the best first. Call this when the search has ended.
 
-        With fewer hypotheses than ``n``, the last one is repeated. Without any, no token was allowed, and all deltas
-        have a failure.
+        If fewer than ``n`` hypotheses exist, the last one is repeated. Without hypotheses, no token was allowed, and
+        all deltas have a failure.
 
         Args:
             beams: the request's sequences.
@@ -202,7 +208,7 @@ class BeamSearch:
 
 
 def _to_list(logprobs: Logprobs) -> list[list[Logprob]]:
-    """Convert logprobs to the form of ``TokenDelta.logprobs``, without top logprobs."""
+    """Convert a linked list to ``TokenDelta.logprobs``, in the order of the tokens, without top logprobs."""
     listed: list[list[Logprob]] = []
     while logprobs:
         logprobs, last = logprobs

@@ -12,9 +12,9 @@ from penstock.core.multimodal import ImageInput
 def mrope_positions(num_tokens: int, images: Sequence[ImageInput]) -> np.ndarray:
     """Positions of a prompt's tokens, ``[3, num_tokens]`` int32: time, height and width.
 
-    Text tokens have three equal, consecutive positions. Image tokens have the position at which the image starts, plus
-    their row (height) and column (width); those of a video frame also add its time since the video's start. The text
-    that follows continues after the largest position so far.
+    A text token has three equal positions, one more than those of the token before. An image token has the position at
+    which the image starts, plus its row (height) and column (width); a token of a video frame also adds the frame's
+    time since the start of the video. The following text continues after the largest position so far.
     """
     parts: list[np.ndarray] = []
     token = position = origin = 0

@@ -1,4 +1,4 @@
-"""Plan of a step, as decided by the scheduler."""
+"""Plan of a step, which the scheduler makes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class ScheduledSequence(NamedTuple):
     start: int
     length: int
     sampling_sequences: tuple[Sequence, ...]
-    """Sequences that sample the token at ``start + length``: none in the middle of a prompt; otherwise ``sequence``,
-    and in a request's first sampling step also those forked from it."""
+    """Sequences that sample the token at ``start + length``: empty in the middle of a prompt; otherwise ``sequence``,
+    and in a request's first sampling step also its forks."""
     draft: list[int]
-    """Draft token ids that follow these tokens and are verified in the same step."""
+    """Draft token ids that follow the computed tokens and are verified in the same step."""
     parents: list[int]
     """Index of each draft token's parent in ``draft``, -1 for the last token before the draft. A tree is in depth-first
     order. Empty for a chain."""
@@ -32,11 +32,12 @@ class OffloadedBlock(NamedTuple):
     slot: int
     """Slot of the host tier."""
     block_hash: bytes
+    """Prefix cache hash of the block."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """Plan of one step. Blocks are moved before anything is computed, in this order: stored, swapped out, swapped in,
+    """Plan of one step. Before the step computes, blocks are moved in this order: stored, swapped out, swapped in,
     copied, loaded."""
 
     num_running: int = 0
@@ -48,16 +49,17 @@ class Plan:
     loads: list[OffloadedBlock] = field(default_factory=list)
     """Copies from the host tier of the prefix cache to the KV cache."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
-    """(device block, host block)."""
+    """Blocks to swap out: (device block, host block)."""
     swapped: list[Sequence] = field(default_factory=list)
     """Sequences whose blocks are in ``swap_out``."""
     swap_in: list[tuple[int, int]] = field(default_factory=list)
-    """(host block, device block)."""
+    """Blocks to swap in: (host block, device block)."""
     copies: list[tuple[int, int]] = field(default_factory=list)
-    """(source, target) device blocks of copies on write."""
+    """Copies on write: (source, target) device blocks."""
     scheduled: list[ScheduledSequence] = field(default_factory=list)
+    """Sequences of the step."""
     encoder_tokens: int = 0
-    """Number of image patches and audio positions to encode before the step, which add to its duration."""
+    """Number of image patches and audio positions to encode before the step; they prolong the step."""
 
     @property
     def tokens(self) -> int:
@@ -65,4 +67,5 @@ class Plan:
         return sum(item.length + len(item.draft) for item in self.scheduled)
 
     def __bool__(self) -> bool:
+        """True if the workers have to compute or copy something."""
         return bool(self.scheduled or self.swap_out or self.stores)

@@ -15,10 +15,10 @@ MIN_NORM = 1e-12
 
 
 class PoolingState:
-    """Pools the hidden states of one prompt as they are computed. They are summed token by token, so that the result
+    """Pools the hidden states of one prompt as they are computed. States are summed token by token, so that the result
     does not depend on the chunks of a chunked prefill.
 
-    With a head, the workers pool, and this class gets the head's output.
+    If the pooling parameters have a head, the workers pool, and this class gets the head's output.
     """
 
     def __init__(self, params: PoolingParams) -> None:
@@ -28,7 +28,7 @@ class PoolingState:
 
     @property
     def needs_all_hidden_states(self) -> bool:
-        """True if hidden states other than the last token's are pooled, so that all have to be computed."""
+        """True if hidden states of tokens before the last are pooled, so that all tokens have to be computed."""
         return self.pooling_type != "last"
 
     def reset(self) -> None:
@@ -46,7 +46,7 @@ class PoolingState:
         self._count += len(states)
 
     def embedding(self) -> bytes:
-        """Embedding, or with ``all`` the vector of each token, as float32 bytes. Call after all states are added."""
+        """Embedding (with ``all``, one vector per token) as float32 bytes. Call this after all states are added."""
         if self.pooling_type == "all":
             vectors = np.concatenate(self._states).astype(np.float64)
         else:
@@ -54,8 +54,9 @@ class PoolingState:
         return self._finish(vectors).astype("<f4").tobytes()
 
     def _finish(self, vectors: np.ndarray) -> np.ndarray:
+        """Apply the activation of a classifier, or truncation and normalization of an embedding, to each row."""
         params = self._params
-        if params.token_ids:  # difference of the two logits
+        if params.token_ids:  # logit for yes minus logit for no
             vectors = vectors[:, 1:] - vectors[:, :1]
         if params.head == "classifier" or params.token_ids:
             return vectors if params.use_activation is False else activate(vectors, params.activation or "none")

@@ -13,10 +13,12 @@ from .pooling import PoolingState
 
 
 class State(Enum):
+    """State of a sequence in the scheduler."""
+
     WAITING = auto()  # in the queue: new, or to be recomputed after preemption
     SWAPPED = auto()  # in the queue, with its blocks in host memory
-    RUNNING = auto()
-    FINISHED = auto()
+    RUNNING = auto()  # in the running batch
+    FINISHED = auto()  # ended for any reason
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -26,7 +28,7 @@ class Sequence:
     Invariant: ``num_computed <= num_scheduled <= len(tokens) + num_pending``. The blocks contain the KV of
     ``num_computed`` tokens. ``num_scheduled`` also counts the tokens that the ``inflight_steps`` steps in flight
     compute; these steps sample ``num_pending`` tokens. While ``num_draft_tokens`` draft tokens are being verified,
-    ``num_scheduled`` also counts these, and may exceed the bound.
+    ``num_scheduled`` includes them, and may exceed the upper bound.
     """
 
     request: EngineRequest
@@ -35,16 +37,18 @@ class Sequence:
     seed: int
     """Random seed; seed, index and position determine the random number of each token."""
     arrival_order: int
-    """Number of requests that arrived before its request."""
+    """Number of requests that arrived before this sequence's request."""
     stop_token_ids: frozenset[int] = field(init=False)
     """Tokens that end the sequence."""
     prompt_length: int = field(init=False)
+    """Number of prompt tokens."""
     max_len: int = field(init=False)
     """Maximum number of tokens, prompt and output."""
     state: State = State.WAITING
     tokens: list[int] = field(init=False)
+    """Token ids of prompt and output so far."""
     num_unforked: int = field(init=False)
-    """Number of sequences still to be forked from it."""
+    """Number of sequences still to be forked from this one."""
     num_computed: int = 0
     num_scheduled: int = 0
     num_pending: int = 0
@@ -65,31 +69,31 @@ class Sequence:
     host_blocks: list[int] = field(default_factory=list)
     """Blocks in host memory, while the sequence is swapped."""
     swapping_out: bool = False
-    """True while the step that swaps its blocks out is in flight: they cannot be swapped in yet."""
+    """True while the step that swaps out the sequence's blocks is in flight: they cannot be swapped in yet."""
     reserved: int = 0
-    """Number of free blocks reserved for it beyond ``blocks`` (``guaranteed_no_evict``)."""
+    """Number of free blocks reserved for the sequence beyond ``blocks`` (``guaranteed_no_evict``)."""
     row: int = -1
     """Row in the workers' batch; -1 without a row."""
     sent_blocks: int = -1
     """Number of leading ``blocks`` that the workers know; -1 if they do not know the sequence."""
     resend_from: int | None = None
-    """Position from which the tokens have to be sent to the workers, which have missing or outdated tokens there; None
-    if they are up to date."""
+    """Position of the first token that is missing or outdated in the workers: tokens from there on have to be sent;
+    None if the workers are up to date."""
     block_hashes: list[bytes] = field(default_factory=list)
-    """Prefix cache hashes of its leading full blocks (``kv.block_hash.extend_block_hashes``)."""
+    """Prefix cache hashes of the leading full blocks (``kv.block_hash.extend_block_hashes``)."""
     num_cached_tokens: int | None = None
-    """Number of prompt tokens found in the prefix cache at its first step; None before it."""
+    """Number of prompt tokens found in the prefix cache at the first step; None before the first step."""
     num_imported: int | None = None
-    """Number of prompt tokens that this engine or the prefill engine had in its prefix cache, if the prompt's KV was
-    imported; else None."""
+    """If the prompt's KV was imported: number of prompt tokens that this engine or the prefill engine had in its prefix
+    cache. Else None."""
     arrived: float = field(default_factory=time.monotonic)
     """Time of arrival, seconds on the monotonic clock."""
     queued: float = 0.0
     """Seconds from arrival to the first step; 0 once a delta has reported it."""
     first_scheduled: float = 0.0
-    """Time of its first step, seconds on the monotonic clock; 0 before it."""
+    """Time of the first step, seconds on the monotonic clock; 0 before that step."""
     first_token: float = 0.0
-    """Time of its first token, seconds on the monotonic clock; 0 before it."""
+    """Time of the first output token, seconds on the monotonic clock; 0 before that token."""
     allocated_blocks: int = 0
     """Number of KV blocks allocated so far."""
     draft_tokens: int = 0
@@ -99,13 +103,13 @@ class Sequence:
     num_candidates: int = 0
     """Number of candidate next tokens for a beam; 0 without beam search."""
     guide: Guide | None = None
-    """State of its grammar and reasoning limit; None without either."""
+    """State of the grammar and the reasoning limit; None if the request has neither."""
     pooling_state: PoolingState | None = field(init=False)
-    """Hidden states pooled so far; None unless it is an embedding request."""
+    """Hidden states pooled so far; None unless the request is an embedding request."""
     prompt_logprobs: list[list[Logprob]] | None = field(init=False)
     """Logprobs of the prompt so far; None if not requested, or already returned."""
     context_logits: list[bytes] | None = field(init=False)
-    """Logits of the prompt so far, as in ``StepOutput``; None if not requested, or already returned."""
+    """Logits of the prompt so far (``StepOutput.context_logits``); None if not requested, or already returned."""
 
     def __post_init__(self) -> None:
         request, sampling = self.request, self.request.sampling
@@ -152,12 +156,12 @@ class Sequence:
 
     @property
     def has_started(self) -> bool:
-        """True if the sequence has had a step."""
+        """True if the sequence was part of at least one step."""
         return self.num_cached_tokens is not None
 
     @property
     def is_partial_prefill(self) -> bool:
-        """True if some tokens are scheduled, and more than one token is left to schedule (chunked prefill)."""
+        """True if some tokens are scheduled, and more than one token is not scheduled yet (chunked prefill)."""
         return 0 < self.num_scheduled < len(self.tokens) - 1
 
     def reset_computed(self) -> None:
@@ -179,8 +183,8 @@ class Sequence:
         return returned or (self.pooling_state is not None and self.pooling_state.needs_all_hidden_states)
 
     def fork(self, index: int, blocks: list[int]) -> Sequence:
-        """Create sequence ``index`` of the request with the same tokens, in ``blocks``. The caller adds the
-        references."""
+        """Create sequence ``index`` of the request with the same tokens, in ``blocks``. The caller has to increment the
+        blocks' reference counts."""
         sibling = Sequence(self.request, index, self.seed, self.arrival_order)
         sibling.tokens, sibling.block_hashes = list(self.tokens), list(self.block_hashes)
         sibling.num_computed, sibling.num_scheduled = self.num_computed, self.num_scheduled

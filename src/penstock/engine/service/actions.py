@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 class LoadWeights(msgspec.Struct, tag=True, frozen=True):
-    """Load weights, keeping those in use. ``CommitWeights`` or ``DiscardWeights`` must follow."""
+    """Load weights, while the current weights remain in use. ``CommitWeights`` or ``DiscardWeights`` must follow."""
 
     path: str
-    """Folder of a checkpoint of the same model; empty: read the current one again."""
+    """Folder of a checkpoint of the same model; empty: read the current folder again."""
 
 
 class CommitWeights(msgspec.Struct, tag=True, frozen=True):
-    """Use the loaded weights."""
+    """Replace the weights in use by the weights of ``LoadWeights``."""
 
     running: WeightUpdateMode = "finish"
 
 
 class DiscardWeights(msgspec.Struct, tag=True, frozen=True):
-    """Drop weights that are loaded or being loaded."""
+    """Drop the weights of ``LoadWeights``, also while they are being loaded."""
 
 
 class PauseGeneration(msgspec.Struct, tag=True, frozen=True):
@@ -39,7 +39,7 @@ class PauseGeneration(msgspec.Struct, tag=True, frozen=True):
 
     mode: PauseMode = "abort"
     clear_cache: bool = True
-    """Empty the prefix cache, unless requests are kept."""
+    """Empty the prefix cache. Ignored if ``mode`` is ``keep``."""
 
 
 class ResumeGeneration(msgspec.Struct, tag=True, frozen=True):
@@ -47,25 +47,25 @@ class ResumeGeneration(msgspec.Struct, tag=True, frozen=True):
 
 
 class Sleep(msgspec.Struct, tag=True, frozen=True):
-    """Free the KV cache, and with level 2 the weights."""
+    """Free the KV cache, and with level 2 also the weights."""
 
     level: int = 1
     mode: PauseMode = "abort"
 
 
 class WakeUp(msgspec.Struct, tag=True, frozen=True):
-    """Restore what ``Sleep`` has freed."""
+    """End ``Sleep``: load the weights and allocate the KV cache again."""
 
     tags: tuple[str, ...] | None = None
     """Parts to restore (``weights``, ``kv_cache``); None: all."""
 
 
 class Synchronize(msgspec.Struct, tag=True, frozen=True):
-    """No action. Its result arrives at the client after all messages that the engine had sent before."""
+    """No operation. When a client gets the result, it has received all messages that the engine sent before."""
 
 
 class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Load a LoRA adapter. Requests may name it once the action has ended."""
+    """Load a LoRA adapter. Requests may use the adapter once the action has ended."""
 
     name: str
     path: str
@@ -82,7 +82,7 @@ class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
 
 
 class Inspect(msgspec.Struct, tag=True, frozen=True):
-    """Take a ``Snapshot``. It is the result."""
+    """Take a ``Snapshot``, which is the result of the action."""
 
 
 EngineAction: TypeAlias = (
@@ -102,15 +102,15 @@ EngineAction: TypeAlias = (
 
 
 class EngineState(msgspec.Struct, tag=True, frozen=True):
-    """State changed by actions. Sent to every client on each change, before any output computed afterwards."""
+    """Engine state that actions change. Sent to every client on each change, before any output computed afterwards."""
 
     weights_version: str = ""
     weights_path: str = ""
-    """Folder of the weights in use; empty for the model's."""
+    """Folder of the weights in use; empty: the option ``model``."""
     weights_updates: int = 0
     """Number of weight updates since the engine's start."""
     is_paused: bool = False
-    """True if it computes no steps, also while it sleeps."""
+    """True if the engine computes no steps, because it is paused or sleeps."""
     asleep: tuple[str, ...] = ()
     """Freed parts (``weights``, ``kv_cache``); empty while awake."""
 
@@ -135,7 +135,7 @@ class ActionQueue:
         self._engine = engine
         self._snapshot = snapshot
         self.pending: list[PendingAction] = []
-        """Actions not yet returned by ``take_done``."""
+        """Started actions that ``take_done`` has not returned yet."""
 
     def start(self, client: bytes, call_id: int, action: EngineAction) -> None:
         """Start an action. ``take_done`` returns it when it has ended."""

@@ -1,4 +1,4 @@
-"""The client of an engine process: sends requests, receives deltas, and detects the process's death at once."""
+"""The client of an engine process: sends requests, receives deltas, and detects the death of the process at once."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from .snapshot import Snapshot
 logger = logging.getLogger(__name__)
 
 MAX_RECEIVE_TIME = 0.004
-"""Maximum seconds of receiving messages in one iteration of the event loop."""
+"""Maximum time for receiving messages in one iteration of the event loop, seconds."""
 FLUSH_DELAY = 0.05
-"""Seconds to wait for the last messages of a dead engine."""
+"""Time to wait for the last messages of a dead engine, seconds."""
 STARTING = Failure(Code.UNAVAILABLE, "the engine is starting; try again soon")
-STOPPING = Failure(Code.UNAVAILABLE, "the server is stopping")
+STOPPING = Failure(Code.UNAVAILABLE, "the server is stopping; try again later")
 UNHEALTHY_SHARE = 0.25
-"""Fraction of ``engine_iteration_timeout`` by which a heartbeat may be overdue before requests are refused."""
+"""Fraction of ``engine_iteration_timeout`` by which the heartbeat may be overdue before new requests are refused."""
 MAX_STOPPED = 3.0
-"""Seconds for which an engine's process may be stopped (as by SIGSTOP) before requests are refused."""
-ENGINE_DIED = Failure(Code.UNAVAILABLE, "the engine died; it is being started again")
+"""Seconds for which an engine process may be stopped, for example by SIGSTOP, before new requests are refused."""
+ENGINE_DIED = Failure(Code.UNAVAILABLE, "the engine died; it is being started again, try again soon")
 
 
 class EngineClient:
-    """Sends requests to the engine process at an address. When the process dies or the connection is lost, it connects
-    to the next one. Create and use it in one event loop.
+    """Sends requests to the engine process at an address. When the process dies or the connection is lost, the client
+    connects to the next process at this address. Create and use the client in one event loop.
 
     Args:
-        address: ZeroMQ address: ``ipc://…`` for a process on this host, ``tcp://…`` for one on any host.
+        address: ZeroMQ address: ``ipc://…`` for a process on this host, ``tcp://…`` for a process on any host.
         on_deltas: called with the deltas of each step for this client's requests.
-        on_lost: called with the reason when the engine is lost, and with it all its requests.
+        on_lost: called with the reason when the engine and all its requests are lost.
         get_vocabulary: returns the model's vocabulary, which is sent to every new engine; None: send none.
-        on_cancel: called with external ids of requests to abort, which may be other clients'.
+        on_cancel: called with external ids of requests to abort, which may belong to other clients.
         on_stats: called with the engine's statistics every ``KEEP_ALIVE_INTERVAL``.
-        on_adapters: called with the engine's adapters when it connects and when they change.
+        on_adapters: called with the engine's adapters (name → folder) when it connects and when they change.
         on_ready: called with the engine's report when it connects and when its state changes.
         on_stopping: called when the engine begins to stop. It finishes its requests first.
         secret: the cluster secret, for TCP.
@@ -80,18 +80,19 @@ class EngineClient:
         self._on_stopping = on_stopping
         self._loop = asyncio.get_running_loop()
         self._unavailable = STARTING
-        """Error for requests while no engine is connected."""
+        """Error of new requests while no engine is connected."""
         if is_remote(address):
-            self._unavailable = Failure(Code.UNAVAILABLE, f"the engine at {self.name} has not answered yet")
+            message = f"the engine at {self.name} has not answered yet; try again soon"
+            self._unavailable = Failure(Code.UNAVAILABLE, message)
         self.engine: messages.Ready | None = None
         """Report of the connected engine; None if none is connected."""
         self.suspects = frozenset[int]()
         """Requests in the fatal step of the engine lost last (``EngineRequest.uid``); empty if unknown."""
         self._stats = messages.Stats()
         self.adapters: dict[str, str] = {}
-        """Name → folder of the LoRA adapters. Engines that connect without them load them."""
+        """Name → folder of the LoRA adapters. An engine that connects without them is told to load them."""
         self._reloads: dict[int, str] = {}
-        """Adapters being loaded after ``set_adapters``, by call id."""
+        """Names of the adapters being loaded after ``set_adapters``, by call id."""
         self._had_engine = False
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Snapshot | None]] = {}
@@ -99,7 +100,7 @@ class EngineClient:
         self._engine_changed = asyncio.Event()
         self._refusing = self._closed = self._stopping = False
         self._refused = ""
-        """Reason why the engine reached last cannot be used; empty if it can."""
+        """Reason why the last engine that answered cannot be used; empty if it can."""
         self._clock_offset: float | None = None
         """Estimated seconds by which this host's monotonic clock is ahead of the engine's."""
         self._connect()
@@ -123,18 +124,19 @@ class EngineClient:
         return self.engine
 
     def require_engine(self) -> messages.Ready:
-        """Report of the connected engine. Raises ``PenstockError`` (``unavailable``) if no engine is connected, or it
-        hangs or is stopping."""
+        """Report of the connected engine. Raises ``PenstockError`` (``unavailable``) if no engine is connected, or if
+        the engine hangs or is stopping."""
         if self.engine is None:
             raise PenstockError.of(self._unavailable)
         if self._stopping:
             raise PenstockError.of(messages.ENGINE_STOPPING)
         timeout = UNHEALTHY_SHARE * self.engine.iteration_timeout
         if timeout and self._connection.overdue > timeout:
-            message = f"the engine has not answered for {self._connection.age:.0f} seconds"
+            message = f"the engine has not answered for {self._connection.age:.0f} seconds; try again later"
             raise PenstockError(Code.UNAVAILABLE, message)
         if (stopped := self._connection.stopped) > MAX_STOPPED:
-            raise PenstockError(Code.UNAVAILABLE, f"the engine's process has not run for {stopped:.0f} seconds")
+            message = f"the engine's process has not run for {stopped:.0f} seconds: was it stopped (SIGSTOP)?"
+            raise PenstockError(Code.UNAVAILABLE, message)
         return self.engine
 
     @property
@@ -144,7 +146,8 @@ class EngineClient:
 
     @property
     def stats(self) -> messages.Stats:
-        """The engine's last statistics, at most ``KEEP_ALIVE_INTERVAL`` old, with the current age of its heartbeat."""
+        """The last statistics of the engine, at most ``KEEP_ALIVE_INTERVAL`` old, with its current heartbeat age and
+        state."""
         age = self._connection.age if self.engine else 0.0
         state = self.engine.state if self.engine else EngineState()
         return msgspec.structs.replace(self._stats, heartbeat_age=age, state=state)
@@ -154,8 +157,8 @@ class EngineClient:
         return adapter in self._reloads.values()
 
     def add(self, request: EngineRequest) -> None:
-        """Send a request. Raises ``PenstockError``: ``unavailable`` as ``require_engine``, ``invalid`` for a value that
-        cannot be encoded."""
+        """Send a request. Raises ``PenstockError``: ``unavailable`` (see ``require_engine``), or ``invalid`` for a
+        value that cannot be encoded."""
         self.require_engine()
         time_left = None
         if self._connection.remote and request.deadline is not None:
@@ -166,13 +169,13 @@ class EngineClient:
             raise invalid_request(request, error) from error
 
     def notify(self, message: messages.ToEngine) -> None:
-        """Send a message about open requests, also after ``stop_serving``. Does nothing if their engine has died."""
+        """Send a message about open requests, also after ``stop_serving``. Does nothing without a connected engine."""
         if self._connection.confirmed:
             self._send(message)
 
     def set_adapters(self, adapters: dict[str, str]) -> None:
-        """Make the engine load and unload LoRA adapters until it has exactly these, without waiting. If none is
-        connected, this happens when one connects."""
+        """Make the engine load and unload LoRA adapters until it has exactly ``adapters`` (name → folder), without
+        waiting. If no engine is connected, the next one does this when it connects."""
         known, self.adapters = self.adapters, adapters
         if self.engine is None:
             return
@@ -195,9 +198,9 @@ class EngineClient:
             del self._calls[call_id]
 
     def stop_serving(self, failure: Failure) -> None:
-        """Fail open requests and refuse new ones with ``failure``."""
+        """Fail open requests and refuse new requests with ``failure``."""
         self._refusing = True
-        self._engine_changed.set()  # wakes ready()
+        self._engine_changed.set()  # ``ready`` waits for this event
         self._fail_open_requests(failure)
 
     async def close(self) -> None:
@@ -227,9 +230,9 @@ class EngineClient:
 
     def _send(self, message: messages.ToEngine) -> None:
         data = messages.encode(message)
-        with contextlib.suppress(zmq.Again):  # the connection is lost, which is handled when it is detected
+        with contextlib.suppress(zmq.Again):  # the connection is lost; ``_on_connection_lost`` will handle that
             self._socket.send_multipart(frames(data) if len(data) > MAX_FRAME else [data], zmq.NOBLOCK)
-        self._loop.call_soon(self._receive)  # ZeroMQ's descriptor is edge-triggered, and sending may consume its edge
+        self._loop.call_soon(self._receive)  # sending may have consumed the edge of ZeroMQ's edge-triggered descriptor
 
     def _keep_process_alive(self) -> None:
         """Thread: send ``ProcessAlive``, so that the engine does not cancel this process's requests while the event
@@ -251,7 +254,7 @@ class EngineClient:
         """Handle the messages that have arrived.
 
         Args:
-            all: without the limit ``MAX_RECEIVE_TIME``.
+            all: handle all messages, without the limit ``MAX_RECEIVE_TIME``.
         """
         started = time.monotonic()
         while not self._socket.closed:
@@ -262,8 +265,9 @@ class EngineClient:
                 message = messages.decode_from_engine(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            except msgspec.MsgspecError as error:  # the engine is of another version
-                self._refuse(f"the engine at {self.name} sent a message that this version cannot decode ({error})")
+            except msgspec.MsgspecError as error:  # the engine runs another version of Penstock
+                reason = f"the engine at {self.name} sent a message that Penstock {__version__} cannot decode ({error})"
+                self._refuse(f"{reason}: install the same version on all hosts")
                 continue
             self._connection.on_message(message)
             match message:
@@ -297,8 +301,8 @@ class EngineClient:
 
     def _on_engine_ready(self, engine: messages.Ready) -> None:
         if engine.protocol != messages.PROTOCOL:
-            theirs = f"the engine at {self.name} runs Penstock {engine.version or 'of another version'}"
-            self._refuse(f"{theirs}, and this process {__version__}: install the same version on all hosts")
+            found = f"the engine at {self.name} runs Penstock {engine.version or 'of another version'}"
+            self._refuse(f"{found}, and this process {__version__}: install the same version on all hosts")
             return
         try:
             self._connection.confirm(engine)
@@ -307,10 +311,10 @@ class EngineClient:
             return
         self.engine = engine
         self._refused = ""
-        if self._get_vocabulary:  # early: the engine takes seconds to prepare it for the first guided request
+        if self._get_vocabulary:  # sent early, as preparing it for the first guided request takes the engine seconds
             self._send(messages.SetVocabulary(self._get_vocabulary()))
         self._reloads.clear()
-        # A restarted engine has the adapters of its options, without later changes.
+        # A restarted engine has loaded only the adapters of its options, so it lacks later changes.
         wanted = self.adapters if self._had_engine else engine.adapters | self.adapters
         self._had_engine, self.adapters = True, engine.adapters
         self.set_adapters(wanted)
@@ -333,7 +337,7 @@ class EngineClient:
         )
 
     def _refuse(self, reason: str) -> None:
-        """Fail requests with the reason why the engine cannot be used, and log it once."""
+        """Set the reason why the engine cannot be used as the error of new requests, and log it once."""
         if reason != self._refused and self.engine is None and not self._refusing:
             logger.warning(reason)
             self._refused, self._unavailable = reason, Failure(Code.UNAVAILABLE, reason)
@@ -348,7 +352,7 @@ class EngineClient:
         self._stats, self._clock_offset, self._stopping = messages.Stats(), None, False
         if not self._refusing:
             self._engine_changed.clear()
-            lost = Failure(Code.UNAVAILABLE, f"the engine at {self.name} was lost")
+            lost = Failure(Code.UNAVAILABLE, f"the engine at {self.name} was lost; try again soon")
             self._fail_open_requests(lost if self._connection.remote else ENGINE_DIED)
         self._connect()
         self._send(messages.Connect())
@@ -361,7 +365,7 @@ class EngineClient:
         self._on_lost(failure)
 
     def _with_local_times(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
-        """The deltas, with times converted to this host's clock."""
+        """Return the deltas with their times converted from the engine's clock to this host's clock."""
         replace, offset = msgspec.structs.replace, self._clock_offset or 0.0
         return [
             replace(delta, perf=replace(perf, first_scheduled=perf.first_scheduled + offset))

@@ -18,12 +18,12 @@ from .heartbeat import Heartbeat
 from .step_record import StepRecord
 
 HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT = 1.0, 8.0
-"""Interval and timeout of ZeroMQ's heartbeats over TCP, seconds. The connection is lost after the timeout: the other
-process was stopped, its host is down, or the network is cut."""
+"""Interval and timeout of ZeroMQ's heartbeats over TCP, seconds. After the timeout the connection is considered lost:
+the other process was stopped, its host is down, or the network is cut."""
 CONNECT_TIMEOUT = 5.0
-"""Maximum seconds of one attempt to connect over TCP."""
+"""Maximum duration of one attempt to connect over TCP, seconds."""
 RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000
-"""Initial and maximum pause between attempts to connect, milliseconds. The pause doubles with each attempt."""
+"""Initial and maximum pause between attempts to connect over TCP, milliseconds. Each attempt doubles the pause."""
 REFUSED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 
 
@@ -34,7 +34,7 @@ class EngineConnection(ABC):
         address: ZeroMQ address.
         secret: the cluster secret, for TCP.
         on_readable: called when messages may have arrived.
-        on_connected: called when a TCP connection is established. Messages sent before are dropped.
+        on_connected: called when a TCP connection is established. Messages sent before that are dropped.
         on_lost: called once when the engine is lost after ``confirm``.
         on_refused: called each time an engine refuses the connection.
     """
@@ -54,11 +54,11 @@ class EngineConnection(ABC):
         self._on_lost = on_lost
         self._on_refused = on_refused
         self.identity = uuid4().bytes
-        """Id of this connection at the engine. The engine's requests belong to one connection."""
+        """ZeroMQ identity, by which the engine knows this connection and its requests."""
         self.socket = open_socket(address, secret)
         self.socket.setsockopt(zmq.IDENTITY, self.identity)
         self.confirmed = False
-        """True from an engine's first answer until ``close``."""
+        """True from the first answer of an engine until ``close``."""
         self._watch_connection()
         self.socket.connect(address)
         self._loop.add_reader(self.socket.fileno(), on_readable)
@@ -76,11 +76,11 @@ class EngineConnection(ABC):
     @property
     @abstractmethod
     def overdue(self) -> float:
-        """Seconds by which the engine's next heartbeat or message is overdue; 0 if it is not."""
+        """Seconds by which the engine's next heartbeat or message is overdue; 0 if it is not due yet."""
 
     @property
     def stopped(self) -> float:
-        """Seconds for which the engine's process has not run at all; 0 if unknown."""
+        """Seconds for which no thread of the engine process has run; 0 if unknown."""
         return 0.0
 
     def suspects(self) -> frozenset[int]:
@@ -88,16 +88,16 @@ class EngineConnection(ABC):
         return frozenset()
 
     def confirm(self, engine: messages.Ready) -> None:
-        """Monitor the engine that has answered. Raises ``ProcessLookupError`` if it has died already."""
+        """Start to monitor the engine that has answered. Raises ``ProcessLookupError`` if it has died already."""
         self.confirmed = True
 
     @abstractmethod
     def on_message(self, message: messages.FromEngine) -> None:
-        """Called with every message of the engine."""
+        """Handle the arrival of a message from the engine. Called for every message."""
 
     @abstractmethod
     def mark_lost(self) -> None:
-        """Called when the engine has announced its end."""
+        """Treat the engine as lost. Called when the engine has announced its end (``Stopped``)."""
 
     def close(self) -> None:
         if not self.socket.closed:
@@ -106,11 +106,11 @@ class EngineConnection(ABC):
 
     @abstractmethod
     def _watch_connection(self) -> None:
-        """Start to monitor the connection, before it is established."""
+        """Start to monitor the connection. Called before the socket connects."""
 
 
 class LocalConnection(EngineConnection):
-    """A connection over a Unix socket to a process on this host. A pidfd reports the process's end, and the
+    """A connection over a Unix socket to a process on this host. A pidfd reports the end of the process, and the
     ``Heartbeat`` shows hangs."""
 
     def _watch_connection(self) -> None:
@@ -142,10 +142,10 @@ class LocalConnection(EngineConnection):
         super().confirm(engine)
 
     def on_message(self, message: messages.FromEngine) -> None:
-        """Ignored: the heartbeat shows the engine's progress."""
+        """Do nothing: the heartbeat shows the engine's progress."""
 
     def mark_lost(self) -> None:
-        """Ignored: the pidfd reports the end of the process."""
+        """Do nothing: the pidfd reports the end of the process."""
 
     def close(self) -> None:
         self.confirmed = False
@@ -167,9 +167,9 @@ class LocalConnection(EngineConnection):
 
 
 class RemoteConnection(EngineConnection):
-    """An encrypted TCP connection. The engine is lost with the connection: ZeroMQ detects the end of the process at
-    once, and a stopped or unreachable process within ``HEARTBEAT_TIMEOUT``. An engine with a hung loop sends nothing,
-    and is lost after ``engine_iteration_timeout``, as on its host."""
+    """An encrypted TCP connection. The engine is lost when the connection is: ZeroMQ detects the end of the process at
+    once, and a stopped or unreachable process within ``HEARTBEAT_TIMEOUT``. An engine whose loop hangs sends nothing,
+    and is lost after ``engine_iteration_timeout``; its launcher kills it after the same time."""
 
     def _watch_connection(self) -> None:
         self._last_message = time.monotonic()
@@ -178,7 +178,7 @@ class RemoteConnection(EngineConnection):
         events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | REFUSED
         self._events = self.socket.get_monitor_socket(events)
         self._loop.add_reader(self._events.fileno(), self._receive_events)
-        self._loop.call_soon(self._receive_events)  # the descriptor is edge-triggered
+        self._loop.call_soon(self._receive_events)  # the edge-triggered descriptor may have missed the first events
 
     @property
     def age(self) -> float:
@@ -229,7 +229,7 @@ class RemoteConnection(EngineConnection):
             self._check = self._loop.call_later(messages.KEEP_ALIVE_INTERVAL, self._check_progress)
 
     def mark_lost(self) -> None:
-        if self._check:  # confirmed and not lost yet
+        if self._check:  # the connection is confirmed and not lost yet
             self._check.cancel()
             self._check = None
             self._on_lost()
@@ -241,7 +241,7 @@ def is_remote(address: str) -> bool:
 
 
 def open_socket(address: str, secret: bytes) -> zmq.Socket[bytes]:
-    """Create a client's socket for an engine's address, without connecting it."""
+    """Create a socket for a client of the engine at ``address``. The caller connects it."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -249,7 +249,7 @@ def open_socket(address: str, secret: bytes) -> zmq.Socket[bytes]:
     if is_remote(address):
         secure_client(socket, secret)
         set_heartbeats(socket)
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while there is no connection
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while the socket is not connected
         socket.setsockopt(zmq.CONNECT_TIMEOUT, int(CONNECT_TIMEOUT * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)

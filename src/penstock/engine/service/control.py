@@ -1,4 +1,4 @@
-"""Actions on all engines of a model, in the process that started them."""
+"""Actions on all engines of a model, executed in the process that started the engines."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from .launcher import EngineProcesses
 logger = logging.getLogger(__name__)
 
 READY_TIMEOUT = 10.0
-"""Maximum seconds to wait for restarting engines."""
+"""Maximum time to wait for engines that are being restarted, seconds."""
 
 
 class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
     """Change the weights of all engines."""
 
     path: str = ""
-    """Folder of a checkpoint of the same model; empty: read the current one again."""
+    """Folder of a checkpoint of the same model; empty: read the current folder again."""
     running: WeightUpdateMode = "finish"
 
 
 ModelAction: TypeAlias = UpdateWeights | PauseGeneration | ResumeGeneration | Sleep | WakeUp
-"""Actions on a model."""
+"""Actions that ``ModelControl`` executes on all engines of a model."""
 
 
 class ModelControl:
     """Executes actions on all engines of a model. Create and use it in one event loop.
 
-    All engines load new weights before the first uses them. If one cannot load them, nothing changes. A restarted
-    engine gets the same weights, and sleeps or is paused, as the others.
+    All engines load new weights before any engine uses them. If an engine cannot load them, all keep the old weights.
+    A restarted engine gets the same weights as the other engines, and is paused or sleeps if they do.
     """
 
     def __init__(self, processes: EngineProcesses) -> None:
@@ -63,7 +63,8 @@ class ModelControl:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def execute(self, action: ModelAction) -> EngineState:
-        """Execute an action. Returns the state after it. Raises ``PenstockError`` if it fails."""
+        """Execute an action, and return the state of the first engine afterwards. Raises ``PenstockError`` if the
+        action fails."""
         if not self._clients:
             self._clients = [self._client(*entry) for entry in enumerate(self._processes.addresses)]
         try:
@@ -101,7 +102,7 @@ class ModelControl:
         )
 
     async def _call_all(self, action: EngineAction) -> None:
-        """Execute an action in all engines. Raises the first error, after all have ended."""
+        """Execute an action in all engines. Waits for all of them, then raises the first error."""
         calls = [client.call(action) for client in self._clients]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException):
@@ -109,7 +110,8 @@ class ModelControl:
 
     async def _update_weights(self, update: UpdateWeights) -> None:
         if self._updating:
-            raise PenstockError(Code.UNAVAILABLE, "other weights are being loaded; wait until they are in use")
+            message = "a weight update is in progress; wait until it has ended"
+            raise PenstockError(Code.UNAVAILABLE, message)
         self._updating = True
         try:
             try:
@@ -124,7 +126,8 @@ class ModelControl:
             self._updating = False
 
     async def _commit(self, update: UpdateWeights) -> None:
-        """Use the loaded weights in all engines. Once one engine uses them, others that cannot are restarted."""
+        """Use the loaded weights in all engines. Raises an error if all engines fail; if only some fail, restarts
+        them."""
         path = update.path or self._processes.weights
 
         async def commit(client: EngineClient) -> None:
@@ -142,24 +145,25 @@ class ModelControl:
                     self._processes.restart(replica)
 
     def _on_ready(self, replica: int, engine: messages.Ready) -> None:
-        """An engine has connected, or its state has changed."""
+        """Called when an engine has connected, and when its state has changed."""
         if self._pids.setdefault(replica, engine.pid) == engine.pid:
             return
-        self._pids[replica] = engine.pid  # it was restarted
+        self._pids[replica] = engine.pid  # another process id means that the engine was restarted
         if not self._updating and len(self._clients) > 1 and engine.state.weights_path != self._processes.weights:
-            logger.error("engine %d has other weights than the other replicas: restarting it", replica)
+            message = "engine %d has the weights %r, the other replicas have %r: restarting it"
+            logger.error(message, replica, engine.state.weights_path, self._processes.weights)
             self._processes.restart(replica)
         elif self._pause_action:
             self._spawn(self._repeat_pause(self._clients[replica], self._pause_action))
 
     async def _repeat_pause(self, client: EngineClient, action: PauseGeneration | Sleep) -> None:
-        """Pause a restarted engine, or put it to sleep, as the others."""
+        """Repeat the current pause or sleep in a restarted engine. Does nothing if ``action`` is no longer current."""
         if action is not self._pause_action:
             return
         try:
             await client.call(action)
         except PenstockError as error:
-            logger.error("a restarted engine could not be paused like the others: %s", error)
+            logger.error("the restarted engine %s could not be paused: %s", client.address, error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -15,24 +15,28 @@ TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "tiktoken.model", "qwen.tiktoken", "hy.tiktoken", "tekken.json"),
     *("vocab.json", "vocab.txt"),
 )
-"""Files with a tokenizer, by precedence."""
+"""Names of tokenizer files, in order of precedence."""
 
 
 def tokenizer_version(model: str) -> str:
-    """Hash of the tokenizer in a model's folder (empty: the built-in model); empty without a tokenizer. Routers compare
-    it to check that token ids have the same meaning at an instance."""
+    """Hash of the tokenizer file in a model's folder; empty without such a file. Routers compare hashes to check that
+    token ids have the same meaning at an instance.
+
+    Args:
+        model: folder of the model; empty: the built-in model.
+    """
     folder = Path(model) if model else demo.CHAT
     files = [folder / name for name in TOKENIZERS if (folder / name).is_file()]
     return hashlib.blake2b(files[0].read_bytes(), digest_size=16).hexdigest() if files else ""
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """An engine found by a router's supervisor. The router uses it while it ``matches``."""
+    """An engine found by a router's supervisor. The router uses the engine as long as ``matches`` is true for it."""
 
     address: str
     """Address of the engine, host:port."""
     role: str
-    """The engine's option ``role``."""
+    """Role of the engine: ``mixed``, ``prefill`` or ``decode``."""
     fingerprint: str
     weights_version: str
 

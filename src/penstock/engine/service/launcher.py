@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS, DEATH_WINDOW = 3, 60.0
 """A process that dies ``MAX_DEATHS`` times within ``DEATH_WINDOW`` seconds is not restarted."""
 EXIT_TIMEOUT = 10.0
-"""Seconds beyond ``drain_timeout`` until an engine that has not exited is killed."""
+"""Seconds after ``drain_timeout`` until an engine that has not exited is killed."""
 
 
 class RestartLimit:
@@ -62,7 +62,7 @@ class EngineProcess:
         self._replica = replica
         self._name = f"engine {replica}" if options.data_parallel_size > 1 else "the engine"
         self.weights = ""
-        """Folder of the weights of the next process; empty for the model's."""
+        """Folder of the weights that the next process loads; empty: the option ``model``."""
         self._drain_timeout = options.drain_timeout
         self._folder = TemporaryFolder()
         self.address = f"ipc://{self._folder.path}/engine"
@@ -78,7 +78,7 @@ class EngineProcess:
         self.closing = False
         """True after ``close`` was called."""
         self.restarts = True
-        """True if the process is restarted when it ends."""
+        """True if ``watch`` restarts the process when it ends."""
 
     async def start(self) -> messages.Ready:
         """Start the process and wait until it has loaded the model. Raises ``PenstockError`` if it cannot start."""
@@ -89,8 +89,8 @@ class EngineProcess:
             raise
 
     async def watch(self) -> None:
-        """Restart the process whenever it dies or hangs. Returns after ``close``, when it has died too often, or when
-        it ends without ``restarts``."""
+        """Restart the process whenever it dies or hangs. Returns after ``close``, when the process has died too often,
+        or when it ends while ``restarts`` is False."""
         while self._process is not None:
             hang_watch = asyncio.create_task(self._kill_if_hung(self._process))
             status = await self._process.wait()
@@ -105,7 +105,8 @@ class EngineProcess:
             if not self._step_record.has_repeated(self._process.pid):  # a suspect explains the death, and fails soon
                 self._restart_limit.record_exit()
             if self._restart_limit.is_exceeded:
-                logger.error("it has died %d times within %d seconds and is not restarted", MAX_DEATHS, DEATH_WINDOW)
+                message = "%s has died %d times within %d seconds and is not restarted"
+                logger.error(message, self._name, MAX_DEATHS, DEATH_WINDOW)
                 return
             try:
                 await self._relaunch()
@@ -118,7 +119,7 @@ class EngineProcess:
         return self._process.pid
 
     async def close(self) -> int:
-        """Stop the engine after its open requests, or at once if it is starting. Returns its exit status."""
+        """Stop the engine once its open requests have ended, or at once if it is starting. Returns its exit status."""
         self.closing = True
         status = 0
         if self._process is not None:
@@ -129,13 +130,14 @@ class EngineProcess:
         return status
 
     def kill(self) -> None:
-        """Kill the process."""
+        """Kill the engine process. Does nothing if it is not running."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
     async def _kill_if_hung(self, process: Process) -> None:
-        """Kill the engine when its heartbeat is overdue by ``engine_iteration_timeout``. Clients detect it at once."""
+        """Kill the engine when its heartbeat is overdue by ``engine_iteration_timeout``. Clients detect its end at
+        once."""
         if not self._iteration_timeout:
             return
         interval = min(self._iteration_timeout / 4, 1.0)
@@ -153,14 +155,14 @@ class EngineProcess:
                 return
 
     async def _relaunch(self) -> None:
-        """Restart the process with the weights that were in use. If these cannot be read, use the model's, unless there
-        are other replicas, whose weights must be equal. Raises ``PenstockError``."""
+        """Restart the process with the weights that were in use. If they cannot be read, load the weights of the option
+        ``model``, unless there are other replicas, whose weights must be equal. Raises ``PenstockError``."""
         try:
             await self._launch()
         except PenstockError as error:
             if not self.weights or self.options.data_parallel_size > 1 or error.failure.code is Code.UNAVAILABLE:
                 raise
-            message = "%s cannot start with the weights of %s, which were in use; starting with the model's: %s"
+            message = "%s cannot start with the weights in use, %s: %s; starting with the weights of the option model"
             logger.error(message, self._name, self.weights, error)
             self.weights = ""
             await self._launch()
@@ -177,13 +179,14 @@ class EngineProcess:
         line = await process.stdout.readline()
         if not line:
             status = await process.wait()
-            raise PenstockError(Code.UNAVAILABLE, f"the engine ended before it was ready: {exit_reason(status)}")
+            reason = f"{exit_reason(status)}; the log has the cause"
+            raise PenstockError(Code.UNAVAILABLE, f"the engine ended before it was ready: {reason}")
         report: messages.StartReport = messages.decode_start_report(line)
         if isinstance(report, messages.StartFailed):
             await process.wait()
             raise PenstockError.of(report.failure)
         self.ready = report
-        # The next process uses the same port.
+        # After a restart, the engine must have the same port, even if the system has chosen it (port 0).
         self.options = msgspec.structs.replace(self.options, engine_address=report.engine_address)
         return report
 
@@ -191,8 +194,8 @@ class EngineProcess:
 class EngineProcesses:
     """Starts, watches and stops the engine processes of a model, one per data-parallel replica.
 
-    The first determines the size of its KV cache from the free memory, of which each replica gets an equal share. All
-    others, and restarted processes, use the same number of blocks.
+    The first process determines the size of its KV cache from the free memory, of which each replica gets an equal
+    share. The other processes, and all restarted processes, use the same number of blocks.
     """
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None) -> None:
@@ -205,7 +208,7 @@ class EngineProcesses:
 
     @property
     def weights(self) -> str:
-        """Folder of the weights of the next processes; empty for the model's."""
+        """Folder of the weights that the next processes load; empty: the option ``model``."""
         return self._engines[0].weights
 
     @weights.setter
@@ -215,7 +218,7 @@ class EngineProcesses:
 
     @property
     def reports(self) -> list[messages.Ready]:
-        """Reports of the running engines."""
+        """Reports of the running engines, in order of the replica."""
         return [engine.ready for engine in self._engines if engine.ready]
 
     @property
@@ -224,8 +227,8 @@ class EngineProcesses:
         return self._engines[0].closing
 
     async def start(self) -> messages.Ready:
-        """Start the processes and wait until they have loaded the model. Returns the first one's report. Raises
-        ``PenstockError`` if one cannot start."""
+        """Start the processes and wait until they have loaded the model. Returns the report of the first process.
+        Raises ``PenstockError`` if a process cannot start."""
         first, *others = self._engines
         try:
             ready = await first.start()
@@ -239,7 +242,7 @@ class EngineProcesses:
         return ready
 
     async def watch(self) -> None:
-        """Restart processes that die or hang. Returns after ``close``, or when all have died too often."""
+        """Restart processes that die or hang. Returns after ``close``, or when all processes have died too often."""
         await asyncio.gather(*(engine.watch() for engine in self._engines))
 
     async def close(self) -> int:
@@ -253,17 +256,17 @@ class EngineProcesses:
             engine.restarts = False
 
     def kill(self) -> None:
-        """Kill the processes."""
+        """Kill all engine processes of the model."""
         for engine in self._engines:
             engine.kill()
 
     def restart(self, replica: int) -> None:
-        """Kill a process, so that it is restarted."""
+        """Kill a process. ``watch`` then restarts it."""
         self._engines[replica].kill()
 
 
 def _with_replica_port(options: EngineOptions, replica: int) -> EngineOptions:
-    """The options with ``engine_address`` of a data-parallel replica: its index is added to the port."""
+    """Return the options with the ``engine_address`` of a data-parallel replica: its index is added to the port."""
     if not options.engine_address or not replica:
         return options
     host, port = split_address(options.engine_address, "engine_address")
@@ -274,10 +277,10 @@ async def terminate(process: Process, timeout: float, kill: bool = False) -> int
     """Terminate a process and return its exit status.
 
     Args:
-        timeout: seconds after SIGTERM until it is killed.
-        kill: kill it at once.
+        timeout: seconds after SIGTERM until the process is killed.
+        kill: kill the process at once, without SIGTERM.
     """
-    with contextlib.suppress(ProcessLookupError):  # it has exited already
+    with contextlib.suppress(ProcessLookupError):  # the process has exited already
         process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
     try:
         async with asyncio.timeout(timeout):

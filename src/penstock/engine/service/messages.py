@@ -15,19 +15,19 @@ from .actions import EngineAction, EngineState
 from .snapshot import Snapshot
 
 PROTOCOL = 4
-"""Version of this protocol. Engines and clients on several hosts must have the same."""
+"""Version of this protocol. Engines and clients on different hosts must have the same version."""
 KEEP_ALIVE_INTERVAL = 1.0
-"""Seconds between two ``KeepAlive`` messages of a client."""
+"""Interval between two ``KeepAlive`` messages of a client, seconds."""
 CLIENT_TIMEOUT = 5.0
 """Seconds without a message after which the engine cancels a client's requests."""
 LOOP_TIMEOUT = 30.0
-"""Seconds for which ``ProcessAlive`` messages continue while a client's event loop is blocked."""
+"""Maximum seconds for which a client with a blocked event loop sends ``ProcessAlive`` messages."""
 ENGINE_ASLEEP = Failure(Code.UNAVAILABLE, "the engine sleeps; wake it up, then try again")
-"""Error for requests while the engine sleeps."""
-ENGINE_STOPPING = Failure(Code.UNAVAILABLE, "the engine is stopping")
-"""Error for requests after ``Stopping``."""
-ENGINE_STOPPED = Failure(Code.UNAVAILABLE, "the engine has stopped")
-"""Error for requests that have not ended within ``drain_timeout``."""
+"""Error of requests that arrive while the engine sleeps."""
+ENGINE_STOPPING = Failure(Code.UNAVAILABLE, "the engine is stopping; try again later")
+"""Error of requests that arrive after the engine has sent ``Stopping``."""
+ENGINE_STOPPED = Failure(Code.UNAVAILABLE, "the engine has stopped before the request ended; try again later")
+"""Error of requests that have not ended within ``drain_timeout``."""
 
 # --- From clients to the engine --------------------------------------------------------------------------------------
 
@@ -41,14 +41,15 @@ class KeepAlive(msgspec.Struct, tag=True, frozen=True):
 
 
 class ProcessAlive(msgspec.Struct, tag=True, frozen=True):
-    """Renews a client's lease while its event loop is blocked. Sent by a thread on a separate socket; no reply."""
+    """Renews a client's lease while its event loop is blocked. A thread of the client sends it on a separate socket.
+    The engine does not reply."""
 
     client: bytes
     """ZeroMQ identity of the client's main socket."""
 
 
 class Disconnect(msgspec.Struct, tag=True, frozen=True):
-    """The client has received ``Stopped``, and therefore all messages before it."""
+    """The client has received ``Stopped``, and therefore all earlier messages."""
 
 
 class SetVocabulary(msgspec.Struct, tag=True, frozen=True):
@@ -62,8 +63,8 @@ class Add(msgspec.Struct, tag=True, frozen=True):
 
     request: EngineRequest
     time_left: float | None = None
-    """Seconds until the deadline, from a client that may be on another host. Replaces ``request.deadline``, which is on
-    the client's clock."""
+    """Seconds until the deadline, set by clients over TCP. Replaces ``request.deadline``, which is a time of the
+    client's clock."""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -94,7 +95,7 @@ class Pause(msgspec.Struct, tag=True, frozen=True):
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """An action on the engine as a whole. The engine replies with ``CallResult`` when it has ended."""
+    """Execute an action on the engine as a whole. The engine replies with ``CallResult`` when the action has ended."""
 
     call_id: int
     """Id chosen by the client, repeated in ``CallResult``."""
@@ -118,29 +119,29 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """``Engine.info.fingerprint``: equal for engines with bit-identical results."""
     batch_invariant: bool
     adapters: dict[str, str]
-    """Same as ``Adapters.paths``."""
+    """Name → folder of each LoRA adapter that is loaded or being loaded (``Adapters.paths``)."""
     iteration_timeout: float = 0.0
     """The option ``engine_iteration_timeout``, seconds; 0: no timeout."""
     prefix_caching: bool = True
     """The option ``enable_prefix_caching``."""
     role: str = "mixed"
-    """The option ``role``."""
+    """Role of the engine: ``mixed``, ``prefill`` or ``decode``."""
     max_waiting: int = 0
     """The option ``max_waiting``."""
     state: EngineState = EngineState()
-    """Weights and sleep state."""
+    """Weights, pause and sleep state of the engine."""
     tokenizer_version: str = ""
-    """``tokenizer_version`` of the model's folder."""
+    """Hash of the model's tokenizer (``instance.tokenizer_version``)."""
     kv_address: str = ""
     """Address (host:port) from which decode instances pull KV; empty unless this is a prefill instance."""
     engine_address: str = ""
-    """Address (host:port, with the bound port) for routers; empty for none."""
+    """Address (host:port, with the bound port) for routers; empty without the option ``engine_address``."""
     suspects: list[int] = []
     """``EngineRequest.uid`` of the requests in the fatal step of the engine's previous process, if that died."""
     protocol: int = 0
-    """``PROTOCOL`` of the engine."""
+    """``PROTOCOL`` of the engine's version of Penstock."""
     version: str = ""
-    """Penstock's version."""
+    """The engine's version of Penstock."""
 
     @property
     def weights_version(self) -> str:
@@ -149,23 +150,23 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 LISTS = ("accepted_at", "steps_by_tokens")
-"""Fields of ``Stats`` with counters by position."""
+"""Fields of ``Stats`` that are lists of counters. ``Stats.total`` adds them element by element."""
 MAXIMA = ("longest_step", "heartbeat_age", "clock")
-"""Fields of ``Stats`` of which ``Stats.total`` takes the maximum."""
+"""Fields of ``Stats`` for which ``Stats.total`` takes the maximum of the replicas."""
 NOT_SUMMED = (*LISTS, *MAXIMA, *"adapters_running adapters_waiting expert_load replicas address role state".split())
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
-    """Statistics of the engine. Counters and totals count from its start."""
+    """Statistics of an engine. Counters and totals begin with 0 at its start."""
 
     running: int = 0
     """Number of running sequences."""
     waiting: int = 0
     """Number of sequences in the queue."""
     waiting_prerequisites: int = 0
-    """Number of queued sequences that wait for a grammar, cached prefixes, or keys and values."""
+    """Number of queued sequences that wait for a grammar, a cached prefix, or a KV transfer."""
     prompt_tokens: int = 0
-    """Number of prompt tokens still to be computed."""
+    """Number of prompt tokens of open requests that are not computed yet."""
     requests_of_others: int = 0
     """Number of open requests of clients other than the receiver of this message."""
     blocks: int = 0
@@ -173,21 +174,21 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     blocks_used: int = 0
     """Number of KV blocks held by sequences."""
     preemptions: int = 0
-    """Counter of preemptions."""
+    """Counter of preemptions; the beams of a request count once."""
     num_preempted_waiting: int = 0
     """Number of preempted sequences in the queue."""
     num_swapped: int = 0
-    """Number of preempted sequences with their KV blocks in host memory."""
+    """Number of preempted sequences that have their KV blocks in host memory (swap space)."""
     blocks_reused: int = 0
     """Counter of KV blocks found in the prefix cache."""
     steps: int = 0
-    """Counter of steps."""
+    """Counter of computed steps."""
     steps_by_tokens: list[int] = []
-    """Counter of steps by number of tokens, in the buckets of ``step_statistics.BUCKETS``."""
+    """Counters of steps by number of tokens: one per bucket of ``step_statistics.BUCKETS``."""
     step_tokens: int = 0
-    """Counter of computed tokens, including drafts."""
+    """Counter of tokens computed by steps, including draft tokens."""
     scheduled: int = 0
-    """Number of sequences in the last step; 0 if none is running."""
+    """Number of sequences in the last step; 0 if no sequence is running."""
     in_prefill: int = 0
     """Number of sequences in prefill in the last step."""
     prefill_tokens: int = 0
@@ -201,15 +202,15 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     heartbeat_age: float = 0.0
     """Seconds since the engine's last heartbeat; set by the client."""
     clock: float = 0.0
-    """The engine's monotonic clock, seconds."""
+    """Time of the engine's monotonic clock when it sent this message, seconds."""
     drafts: int = 0
     """Counter of drafts in speculative decoding."""
     draft_tokens: int = 0
-    """Counter of draft tokens."""
+    """Counter of draft tokens that steps have verified."""
     accepted_tokens: int = 0
-    """Counter of accepted draft tokens."""
+    """Counter of draft tokens that were accepted."""
     accepted_at: list[int] = []
-    """Counter of accepted draft tokens by position in the draft."""
+    """Counters of accepted draft tokens: one per position in the draft."""
     kv_transfers: int = 0
     """Counter of KV transfers started by a decode engine."""
     kv_completed: int = 0
@@ -217,15 +218,15 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     kv_failed: int = 0
     """Counter of failed KV transfers."""
     kv_recomputed: int = 0
-    """Counter of requests whose prompts a decode engine computed because their transfers failed."""
+    """Counter of requests with a failed KV transfer, whose prompts the decode engine computed."""
     kv_seconds: float = 0.0
-    """Total duration of completed KV transfers in seconds, including queue and computation of prefill engines."""
+    """Total duration of completed KV transfers, seconds, including queue and computation in prefill engines."""
     kv_bytes_received: int = 0
     """Counter of KV bytes received from prefill engines."""
     kv_bytes_sent: int = 0
     """Counter of KV bytes sent to decode engines over TCP."""
     kv_rereads: int = 0
-    """Counter of repeated reads of parts of KV transfers."""
+    """Counter of parts of KV transfers that were read again."""
     kv_checksum_failures: int = 0
     """Counter of parts of KV transfers with a wrong checksum."""
     kv_slots: int = 0
@@ -255,41 +256,42 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     offload_disk_evictions: int = 0
     """Counter of files deleted by this engine from the disk tier to make room."""
     offload_disk_read_failures: int = 0
-    """Counter of damaged files and of reads that timed out."""
+    """Counter of failed reads from the disk tier: damaged files and timeouts."""
     offload_disk_write_failures: int = 0
     """Counter of blocks that could not be written to the disk tier."""
     encoder_queries: int = 0
-    """Counter of images and pairs of video frames whose features a step needed."""
+    """Counter of images and pairs of video frames looked up in the encoder cache."""
     encoder_hits: int = 0
-    """Counter of those found in the encoder cache."""
+    """Counter of images and pairs of video frames found in the encoder cache."""
     encoder_entries: int = 0
     """Number of images and pairs of video frames in the encoder cache."""
     encoder_tokens: int = 0
     """Number of feature vectors in the encoder cache."""
     encoder_bytes: int = 0
-    """Size of these vectors on each worker, bytes."""
+    """Size of the feature vectors in the encoder cache of each worker, bytes."""
     spans_exported: int = 0
     """Counter of trace spans accepted by the collector."""
     spans_dropped: int = 0
-    """Counter of trace spans not accepted by the collector."""
+    """Counter of trace spans that were dropped, as the collector did not accept them."""
     expert_load: dict[int, list[int]] = {}
-    """Counter of tokens routed to each expert, by layer; empty without the option ``expert_load``."""
+    """Layer → counter of routed tokens of each expert; empty without the option ``expert_load``."""
     adapters_running: list[str] = []
     """Names of the LoRA adapters of running requests."""
     adapters_waiting: list[str] = []
     """Names of the LoRA adapters of waiting requests that no running request uses."""
     replicas: list[Stats] = []
-    """Statistics of each engine, if these are of several; set by the client."""
+    """Statistics of each engine, if this message combines several engines; set by the client."""
     address: str = ""
-    """Address of one of several engines reached over TCP; set by the client."""
+    """Address (host:port) of an engine of a router; set by the client."""
     role: str = ""
-    """The option ``role`` of that engine; set by the client."""
+    """The option ``role`` of an engine of a router; set by the client."""
     state: EngineState = EngineState()
-    """State of the engine, or of the first of several; set by the client."""
+    """State of the engine, or of the first of several engines; set by the client."""
 
     @classmethod
     def total(cls, replicas: list[Stats]) -> Stats:
-        """Combined statistics of several replicas."""
+        """Combine the statistics of several replicas: sums, except for the fields in ``LISTS`` and ``MAXIMA``, lists of
+        adapters, and the state of the first replica."""
 
         def values(name: str) -> Any:
             return [getattr(replica, name) for replica in replicas]
@@ -319,17 +321,17 @@ class Deltas(msgspec.Struct, tag=True, frozen=True):
 
 
 class Adapters(msgspec.Struct, tag=True, frozen=True):
-    """The LoRA adapters. Sent to every client when they change."""
+    """The LoRA adapters of the engine. Sent to every client when they change."""
 
     paths: dict[str, str]
     """Name → folder of each adapter that is loaded or being loaded."""
 
 
 class StepStarted(msgspec.Struct, tag=True, frozen=True):
-    """A long step has started. Sent to clients over TCP, which cannot read the engine's heartbeat."""
+    """A long step has started. Sent to clients over TCP, because they cannot read the engine's heartbeat."""
 
     expected: float
-    """Expected duration, seconds."""
+    """Expected duration of the step, seconds."""
 
 
 class Stopping(msgspec.Struct, tag=True, frozen=True):
@@ -337,38 +339,38 @@ class Stopping(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stopped(msgspec.Struct, tag=True, frozen=True):
-    """The engine's last message. Clients over TCP reply with ``Disconnect``: if the engine closed the connection while
-    their data is in flight, TCP would reset it, and messages not yet received could be lost."""
+    """The engine's last message. Clients over TCP reply with ``Disconnect``, for which the engine waits: if it closed
+    the connection while a client sends data, TCP would reset the connection, and unread messages could be lost."""
 
 
 class CallResult(msgspec.Struct, tag=True, frozen=True):
-    """The result of a ``Call``."""
+    """The reply to ``Call``, sent when the action has ended."""
 
     call_id: int
     failure: Failure | None = None
-    """The error; None if the call succeeded."""
+    """Error of a failed call; None if the call succeeded."""
     snapshot: Snapshot | None = None
-    """The result of ``Inspect``."""
+    """Result of ``Inspect``; None for other actions."""
 
 
 # --- Messages that cannot be decoded ---------------------------------------------------------------------------------
 
 
 class PartialRequest(msgspec.Struct, frozen=True):
-    """Fields of an ``EngineRequest`` that are decoded even if others are invalid."""
+    """Fields of an ``EngineRequest`` that are decoded even if other fields are invalid."""
 
     request_id: str
     sampling: dict[str, Any] = {}
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that the client waits for; 1 if it is invalid."""
+        """Number of sequences that the client waits for; 1 if the number in ``sampling`` is invalid."""
         values = [self.sampling.get(name) for name in ("n", "best_of")]
         return max([1, *(value for value in values if isinstance(value, int) and value <= MAX_SEQUENCES)])
 
 
 class PartialMessage(msgspec.Struct, frozen=True):
-    """Fields of an invalid message that identify to which request or call an error belongs; None if absent."""
+    """Fields of an invalid message that identify its request or call, for the reply with the error."""
 
     request: PartialRequest | None = None
     call_id: int | None = None
@@ -383,17 +385,17 @@ class Start(msgspec.Struct, frozen=True):
     options: EngineOptions
     logs: LogOptions
     parent: int
-    """Process id of the parent. The engine is killed when it dies."""
+    """Process id of the parent. The engine is killed when its parent dies."""
     replica: int = 0
     """Index of the data-parallel replica."""
     weights: str = ""
-    """Folder of the weights to load; empty for the model's."""
+    """Folder of the weights to load; empty: the option ``model``."""
     suspects: list[int] = []
     """See ``Ready.suspects``."""
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):
-    """The engine could not start."""
+    """The engine could not start. It writes this report, and exits."""
 
     failure: Failure
 

@@ -1,4 +1,4 @@
-"""The client of a model's engines: routes requests, and retries those of a lost engine."""
+"""The client of a model's engines: routes requests, and sends requests of a lost engine to another engine."""
 
 from __future__ import annotations
 
@@ -59,17 +59,18 @@ RESUME = ResumePolicy()
 
 class EnginePool:
     """Sends requests to one of several engines with the same model: data-parallel replicas started by this server, and
-    instances on any host (``set_instances``). Create and use it in one event loop.
+    instances on any host (``set_instances``). Create and use a pool in one event loop.
 
-    A request goes to the replica with the least cost. The cost is a number of tokens: uncached tokens of the request's
-    prompt, prompt tokens that the replica has still to compute, tokens for which it has no free KV blocks, and
-    ``request_cost`` for each of its open requests. So a request follows its longest cached prefix unless the queue
-    there is longer by more than the prefix saves. ``PrefixIndex`` estimates what is cached from the requests sent by
-    this process. Among equal replicas the choice is random. If the queue is full, another replica is tried. Requests
-    with an ``external_id`` are assigned by the checksum of that id, which must be unique among all processes.
+    A request is sent to the replica with the least cost. The cost is a number of tokens: uncached tokens of the
+    request's prompt, prompt tokens that the replica has not computed yet, tokens for which the replica has no free KV
+    blocks, and ``request_cost`` for each of its open requests. So a request is sent to the replica with its longest
+    cached prefix, unless the additional load of that replica exceeds the tokens saved. ``PrefixIndex`` estimates the
+    cached prefixes from the requests sent by this process. Among equal replicas the choice is random. If the queue of a
+    replica is full, another replica is tried. Requests with an ``external_id`` are assigned by the checksum of that id,
+    which must be unique among all processes.
 
     If there are prefill instances, and the replica would have to compute ``min_prefill_tokens`` or more, the request
-    lists the prefill instances, those with the least to compute first.
+    lists the prefill instances, in ascending order of the prompt tokens that they have to compute.
 
     When an engine is lost, its requests continue on another one, from the output that has arrived: the same engine
     process started again, a replica, or another instance. Until one is available they wait, as new requests do.
@@ -128,7 +129,7 @@ class EnginePool:
             self._add(address)
 
     def set_instances(self, instances: Iterable[Instance]) -> None:
-        """Use these instances. Others finish their requests, and are then removed."""
+        """Replace the instances. Instances not in ``instances`` finish their requests, and are then removed."""
         found = {f"tcp://{instance.address}": instance for instance in instances}
         for replica in self._replicas:
             if replica.instance is None:
@@ -181,13 +182,13 @@ class EnginePool:
 
     @property
     def engine(self) -> messages.Ready | None:
-        """Report of the first connected engine that generates output, with the least ``max_model_len`` of all; None if
-        no such engine is connected."""
+        """Report of the first connected engine that generates output, with the lowest ``max_model_len`` of these
+        engines; None if no such engine is connected."""
         return _common([replica.engine for replica in self._replicas if replica.generates and replica.engine])
 
     @property
     def fingerprints(self) -> list[str]:
-        """Distinct fingerprints of the connected engines: several if their results may differ."""
+        """Distinct fingerprints of the connected engines. Results may differ between fingerprints."""
         return sorted({replica.engine.fingerprint for replica in self._replicas if replica.engine})
 
     @property
@@ -213,18 +214,19 @@ class EnginePool:
         return engine
 
     async def synchronize(self) -> None:
-        """Wait until all messages sent by connected engines so far have been handled."""
+        """Wait until this process has handled all messages that the connected engines have sent so far."""
         clients = [replica.client for replica in self._replicas if replica.client.engine]
         await asyncio.gather(*(client.call(Synchronize()) for client in clients), return_exceptions=True)
 
     def check_alive(self) -> None:
-        """Raise ``PenstockError`` (``unavailable``) if no engine that generates output is alive. It may sleep."""
+        """Raise ``PenstockError`` (``unavailable``) if no engine that generates output is alive. A sleeping engine is
+        alive."""
         if not any(state.asleep for state in self.states):
             self.require_engine()
 
     def require_engine(self) -> messages.Ready:
-        """Report of the available engines (see ``engine``). Raises ``PenstockError`` (``unavailable``) if there is
-        none, or all sleep."""
+        """Report of the available engines (see ``engine``). Raises ``PenstockError`` (``unavailable``) if no engine is
+        available, for example because all sleep."""
         engine = _common([replica.require_engine() for replica in self._available()])
         assert engine
         return engine
@@ -243,7 +245,8 @@ class EnginePool:
 
     @property
     def stats(self) -> messages.Stats:
-        """Last statistics of the engines, combined by ``Stats.total``. ``replicas`` has those of each engine."""
+        """Last statistics of the engines, combined by ``Stats.total``, with the statistics of each engine in
+        ``replicas``."""
         each = [self._stats_of(replica) for replica in self._replicas]
         if len(each) == 1 and self._replicas[0].instance is None:
             return each[0]
@@ -279,7 +282,7 @@ class EnginePool:
         )
 
     async def inspect(self) -> list[tuple[messages.Stats, Snapshot | None]]:
-        """Last statistics and a new snapshot of each engine; no snapshot (None) if the engine does not answer."""
+        """Last statistics and a new snapshot of each engine. The snapshot is None if the engine does not answer."""
 
         async def inspect(replica: Replica) -> tuple[messages.Stats, Snapshot | None]:
             try:
@@ -292,8 +295,8 @@ class EnginePool:
         return await asyncio.gather(*(inspect(replica) for replica in [*self._replicas]))
 
     def cancel(self, request_ids: list[str]) -> None:
-        """Cancel requests of any client by their external ids. One engine forwards the message to all clients; a hung
-        one is avoided."""
+        """Cancel requests of any client by their external ids. Sends the message to one engine that is not hung, which
+        forwards it to all clients."""
         try:
             replicas = self._available()[:1]
         except PenstockError:
@@ -307,8 +310,8 @@ class EnginePool:
         await asyncio.gather(*(replica.client.call(ResetPrefixCache()) for replica in self._connected(asleep=True)))
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter into every engine. Requests may name it afterwards. Raises ``PenstockError`` if an engine
-        cannot load it; the others then unload it."""
+        """Load a LoRA adapter into every engine. Requests may use it afterwards. If an engine cannot load it, the other
+        engines unload it, and ``PenstockError`` is raised."""
         clients = [replica.client for replica in self._connected()]
         new = [client for client in clients if client.adapters.get(name) != path]
         calls = [client.call(LoadAdapter(name, path)) for client in clients]
@@ -332,7 +335,7 @@ class EnginePool:
         await asyncio.gather(*(client.call(UnloadAdapter(name)) for client in loaded or clients))
 
     def stop_serving(self, failure: Failure) -> None:
-        """Fail open requests, and refuse new ones from now on, with ``failure``."""
+        """Fail open requests and refuse new requests with ``failure``."""
         self._refusing = failure
         self._changed.set()
         for replica in self._replicas:
@@ -340,7 +343,7 @@ class EnginePool:
         self._fail_waiting(failure)
 
     async def close(self) -> None:
-        """Fail open requests and disconnect."""
+        """Fail open requests, and disconnect from all engines."""
         self._refusing = self._refusing or STOPPING
         self._fail_waiting(self._refusing)
         await asyncio.gather(*(replica.client.close() for replica in self._replicas), *self._closing)
@@ -409,7 +412,9 @@ class EnginePool:
         """Send a request to a replica, with its output so far. Raises ``PenstockError`` as ``add``."""
         available = [replica for replica in self._available() if replica not in entry.full]
         if not available:
-            raise PenstockError(Code.OVERLOADED, "all queues are full")
+            raise PenstockError(
+                Code.OVERLOADED, f"the queues of all {len(entry.full)} replicas are full; try again later"
+            )
         request = entry.request
         if entry.engine:
             available = [replica for replica in available if self._can_continue(entry, replica)]
@@ -505,7 +510,7 @@ class EnginePool:
         return len(self._replicas) > 1
 
     def _connected(self, asleep: bool = False) -> list[Replica]:
-        """Replicas that accept requests, including prefill instances. Raises the first one's error if none does.
+        """Replicas that accept requests, including prefill instances. If none does, raises the first replica's error.
 
         Args:
             asleep: include sleeping engines.
@@ -522,14 +527,14 @@ class EnginePool:
         return available
 
     def _available(self) -> list[Replica]:
-        """Replicas that accept requests and generate output. Raises as ``_connected``."""
+        """Replicas that accept requests and generate output. Raises ``PenstockError`` if there are none."""
         available = [replica for replica in self._connected() if replica.generates]
         if not available:
             raise PenstockError.of(NO_ENGINE)
         return available
 
     def _cached_tokens(self, request: EngineRequest) -> dict[Replica, int]:
-        """Number of leading prompt tokens cached by each replica."""
+        """Estimated number of leading prompt tokens that each replica has cached."""
         if not self._has_choice:
             return dict.fromkeys(self._replicas, 0)
         self._prefixes.set_capacity([replica.client.engine for replica in self._replicas])
@@ -537,10 +542,11 @@ class EnginePool:
         return {replica: counts[replica.number] for replica in self._replicas}
 
     def _route(self, request: EngineRequest, available: list[Replica], cached: dict[Replica, int]) -> Replica:
-        """Choose a replica of ``available`` for a request."""
+        """Choose the replica of ``available`` with the least cost for a request (see ``EnginePool``)."""
         available = [replica for replica in available if replica.has_adapter(request.adapter)] or available
         available = [replica for replica in available if replica.client.overdue < MAX_OVERDUE] or available
-        if request.external_id:  # rendezvous hashing: the same replica in all processes, stable if others come or go
+        # Rendezvous hashing: all processes choose the same replica, also after other replicas were added or removed.
+        if request.external_id:
             return max(available, key=lambda replica: crc32(f"{request.external_id} {replica.address}".encode()))
         length, loads = len(request.prompt), self._loads()
         room = {replica: self._room(replica) for replica in available}
@@ -548,12 +554,12 @@ class EnginePool:
         def cost(replica: Replica) -> tuple[float, int]:
             return loads[replica] + length - cached[replica] + max(length - room[replica], 0), loads[replica]
 
-        random.shuffle(available)  # otherwise all processes would choose the same of equal replicas
+        random.shuffle(available)  # without this, all processes would choose the first of several equal replicas
         return min(available, key=cost)
 
     def _prefill_instances(self, request: EngineRequest, uncached: int, cached: dict[Replica, int]) -> list[Replica]:
-        """Prefill instances for a request with ``uncached`` prompt tokens on its replica, the preferred one first;
-        empty if the replica should compute the prompt itself."""
+        """Prefill instances for a request with ``uncached`` prompt tokens on its replica, the preferred instance first;
+        empty if the replica should compute the prompt."""
         if uncached < self._min_prefill_tokens or _needs_hidden_states(request):
             return []
         length = len(request.prompt)
@@ -571,7 +577,7 @@ class EnginePool:
             if entry.prefill:
                 sent[entry.prefill] = sent.get(entry.prefill, 0) + entry.prefill_cost
 
-        def cost(replica: Replica) -> int:  # its statistics include all routers' requests, but are up to a second old
+        def cost(replica: Replica) -> int:  # statistics include requests of other routers, but may be a second old
             return max(replica.client.stats.prompt_tokens, sent.get(replica, 0)) + length - cached[replica]
 
         suitable = [replica for replica in self._replicas if is_suitable(replica)]
@@ -579,7 +585,7 @@ class EnginePool:
         return sorted(suitable, key=cost)
 
     def _loads(self) -> dict[Replica, int]:
-        """Load of each replica: prompt tokens still to be computed, plus ``request_cost`` per open request."""
+        """Load of each replica: prompt tokens not computed yet, plus ``request_cost`` per open request."""
         loads = {replica: self._request_cost * replica.num_other_requests for replica in self._replicas}
         for entry in self._open.values():
             if entry.replica:
@@ -587,9 +593,10 @@ class EnginePool:
         return loads
 
     def _room(self, replica: Replica) -> float:
-        """Number of tokens for which a replica has free KV blocks, less the prompts of requests not started yet."""
+        """Number of tokens for which a replica has free KV blocks, minus the prompt tokens of requests that have not
+        started; infinity without statistics."""
         engine, stats = replica.client.engine, replica.client.stats
-        if engine is None or not stats.blocks:  # no statistics yet
+        if engine is None or not stats.blocks:  # the engine has sent no statistics yet
             return float("inf")
         free = (stats.blocks - stats.blocks_used) * engine.block_size
         waiting = (entry for entry in self._open.values() if entry.replica is replica and not entry.started)
@@ -602,7 +609,7 @@ class EnginePool:
         for delta in deltas:
             if entry := self._open.get(delta.request_id):
                 if entry.replica is not replica or (_is_rejected(delta) and self._retry(entry, replica)):
-                    continue  # the request runs on another replica
+                    continue  # the request runs on another replica now
                 entry.engine = replica.client.engine
                 if not entry.started:
                     if delta.prompt_logprobs:
@@ -613,7 +620,7 @@ class EnginePool:
         self._on_deltas(forwarded, engine.state.weights_version if (engine := replica.client.engine) else "")
 
     def _on_replica_ready(self, replica: Replica, engine: messages.Ready) -> None:
-        """The engine has connected, or its state has changed."""
+        """Called when an engine has connected, and when its state has changed."""
         if engine.pid != replica.pid:
             replica.pid = engine.pid
             if replica.instance:  # a local engine's are known when it dies
@@ -631,7 +638,7 @@ class EnginePool:
         self._continue_waiting()  # an engine may have loaded an adapter, or answer again
 
     def _on_replica_adapters(self, adapters: dict[str, str]) -> None:
-        """The engine's adapters have changed. Engines that are not connected will load the same when they connect."""
+        """Called when an engine's adapters have changed. Engines that are not connected load them when they connect."""
         for replica in self._replicas:
             if replica.client.engine is None:
                 replica.client.set_adapters(adapters)
@@ -690,7 +697,7 @@ class EnginePool:
         continue.
 
         Args:
-            full: replica that has rejected it.
+            full: replica that has rejected the request.
         """
         if entry.aborted or (entry.engine and not self._resume.timeout):
             return False
@@ -708,7 +715,7 @@ class EnginePool:
 
 
 def _common(engines: list[messages.Ready]) -> messages.Ready | None:
-    """The first report, with the least ``max_model_len`` of all; None without reports."""
+    """The first report, with the lowest ``max_model_len`` of all reports; None without reports."""
     if not engines:
         return None
     shortest = min(engine.max_model_len for engine in engines)
@@ -717,13 +724,13 @@ def _common(engines: list[messages.Ready]) -> messages.Ready | None:
 
 
 def _needs_hidden_states(request: EngineRequest) -> bool:
-    """True if the request needs the model's output for every prompt token, not only its KV."""
+    """True if the request needs the model's output for every prompt token, not only the keys and values."""
     sampling = request.sampling
     return request.pooling is not None or sampling.prompt_logprobs is not None or sampling.return_context_logits
 
 
 def _is_rejected(delta: TokenDelta) -> bool:
-    """True if a replica has rejected the request because its queue is full, or because it is stopping."""
+    """True if a replica has rejected the request because its queue is full or the engine is stopping."""
     failure = delta.failure
     if failure is None:
         return False

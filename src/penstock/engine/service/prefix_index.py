@@ -13,7 +13,7 @@ from .messages import Ready
 
 class PrefixIndex:
     """Maps block hashes (over the block's tokens and all tokens before it) to the replicas that have the block cached.
-    Holds as many blocks as fit into all replicas' caches together; evicts the least recently used."""
+    Its capacity is the number of blocks of all replicas together. Evicts the least recently used blocks."""
 
     def __init__(self) -> None:
         self._block_size = 1
@@ -22,7 +22,7 @@ class PrefixIndex:
         """Block hash → bit mask of the replicas that have the block."""
 
     def set_capacity(self, engines: Sequence[Ready | None]) -> None:
-        """Set block size and capacity to those of the engines. If block sizes differ, the largest is used."""
+        """Set the block size to the largest of the engines, and the capacity to their blocks of this size together."""
         known = [engine for engine in engines if engine]
         if not known:
             return
@@ -33,13 +33,13 @@ class PrefixIndex:
         self._capacity = tokens // largest
 
     def cached_tokens(self, request: EngineRequest, replicas: int) -> list[int]:
-        """Number of leading prompt tokens cached by each replica.
+        """Estimated number of leading prompt tokens that each replica has cached.
 
         Args:
             replicas: number of replicas.
         """
         counts, left = [0] * replicas, -1
-        reusable = request.prompt[:-1]  # the last token is always computed
+        reusable = request.prompt[:-1]  # engines always compute the last token of a prompt
         for number, block in enumerate(self._hashes(request, reusable), 1):
             left &= self._blocks.get(block, 0)
             if not left:
@@ -72,7 +72,7 @@ class PrefixIndex:
         size = self._block_size * array("i").itemsize
         try:
             data = array("i", tokens).tobytes()
-        except OverflowError:  # invalid token ids, which the engine rejects
+        except OverflowError:  # the engine will reject these invalid token ids
             return
         images = tuple((image.offset, image.content_hash) for image in request.images)
         before = hash((request.adapter, request.cache_salt))

@@ -1,4 +1,4 @@
-"""An engine of a pool, and an open request."""
+"""State that ``EnginePool`` keeps for each engine and for each open request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .instance import Instance
 
 
 class Replica:
-    """An engine of a pool.
+    """An engine of an ``EnginePool``.
 
     Args:
         number: bit of the replica in the ``PrefixIndex``.
@@ -27,13 +27,13 @@ class Replica:
         self.client = client
         self.instance = instance
         self.num_other_requests = 0
-        """Number of requests of other processes in its last statistics."""
+        """Number of open requests of other processes, from the replica's last statistics."""
         self.weights_version = ""
-        """Version of the weights to which its entries in the ``PrefixIndex`` belong."""
+        """Version of the weights to which the replica's entries in the ``PrefixIndex`` belong."""
         self.pid = 0
         """Process id of the engine that was connected last."""
         self.leaving = False
-        """True if it gets no new requests, and is removed once it has none."""
+        """True if the replica gets no new requests, and is removed once its open requests have ended."""
 
     @property
     def address(self) -> str:
@@ -47,21 +47,23 @@ class Replica:
 
     @property
     def generates(self) -> bool:
-        """True if it generates output; False for a prefill instance."""
+        """True if the engine generates output; False for a prefill instance."""
         return self.instance is None or self.instance.role != "prefill"
 
     @property
     def takes_kv(self) -> bool:
-        """True if prefill instances may compute prompts for it."""
+        """True if prefill instances may compute prompts for this engine: it is a decode instance."""
         engine = self.engine
         return engine is not None and engine.role == "decode"
 
     def require_engine(self, asleep: bool = False) -> messages.Ready:
-        """Report of the engine. Raises ``PenstockError`` (``unavailable``) as ``EngineClient.require_engine``, if the
-        instance is leaving or has changed, and, unless ``asleep``, if the engine sleeps."""
+        """Report of the engine. Raises ``PenstockError`` (``unavailable``) in the cases of
+        ``EngineClient.require_engine``, if the instance is leaving or has changed, and, unless ``asleep``, if the
+        engine sleeps."""
         ready = self.client.require_engine()
         if self.leaving or self.engine is None:
-            raise PenstockError(Code.UNAVAILABLE, f"the instance at {self.client.name} is leaving or has changed")
+            message = f"the instance at {self.client.name} is leaving or has changed; try again soon"
+            raise PenstockError(Code.UNAVAILABLE, message)
         if ready.state.asleep and not asleep:
             raise PenstockError.of(messages.ENGINE_ASLEEP)
         return ready
@@ -71,7 +73,7 @@ class Replica:
 
     @property
     def kv_address(self) -> str:
-        """Address from which decode instances pull KV; empty if it is not a connected prefill instance."""
+        """Address from which decode instances pull KV; empty if this replica is not a connected prefill instance."""
         engine = self.engine
         if engine is None or not engine.kv_address:
             return ""

@@ -1,8 +1,8 @@
 """The engine process: ``python -m penstock.engine.service.server ADDRESS``.
 
 It reads ``messages.Start`` from standard input, loads the model, writes ``messages.StartReport`` to standard output,
-and serves any number of clients over ZeroMQ. The requests of a client that sends nothing for ``CLIENT_TIMEOUT`` are
-cancelled. On SIGTERM the engine finishes its requests within ``drain_timeout`` and exits with status 0. If its parent
+and serves any number of clients over ZeroMQ. It cancels the requests of a client that sends nothing for
+``CLIENT_TIMEOUT``. On SIGTERM it finishes its requests within ``drain_timeout`` and exits with status 0. If its parent
 dies, it is killed.
 """
 
@@ -55,26 +55,28 @@ logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 IDLE_POLL_MS = 200
-"""Maximum milliseconds that an idle engine waits for messages."""
+"""Maximum time that an idle engine waits for messages in one iteration of its loop, milliseconds."""
 PENDING_POLL_MS = 10
-"""Maximum milliseconds to wait for messages while actions are pending, or the last step computed nothing."""
+"""Maximum time to wait for messages while actions are pending, or if the last step computed nothing, milliseconds."""
 GUIDED_PRELOAD_DELAY = 0.5
-"""Seconds without requests after which the engine prepares guided decoding."""
+"""Seconds without work after which the engine prepares guided decoding."""
 MAX_MESSAGES_PER_STEP = 256
-"""Maximum number of messages handled between two steps, so that a flood of requests does not delay running ones."""
+"""Maximum number of messages handled between two steps. Limits the delay of running requests by many new ones."""
 CHANGE_TIMEOUT = 600.0
-"""Maximum seconds for a change between two steps, such as new weights or a new allocation of the KV cache."""
+"""Maximum duration of a change between two steps, such as new weights or a new allocation of the KV cache, seconds."""
 LONG_STEP = 0.5
-"""Expected seconds of a step from which on it is announced to clients over TCP (``StepStarted``)."""
+"""Expected duration above which a step is announced to clients over TCP (``StepStarted``), seconds."""
 DISCONNECT_TIMEOUT = 2.0
-"""Maximum seconds to wait for ``Disconnect`` of clients over TCP when the engine ends."""
+"""Maximum time to wait for ``Disconnect`` from the clients over TCP when the engine ends, seconds."""
 MAX_PROMPT_LOGPROBS = 64
 """Maximum number of prompt positions whose logprobs are sent in one message."""
-CLIENT_SILENT = Failure(Code.UNAVAILABLE, "the API process that sent the request has stopped answering")
+CLIENT_SILENT = Failure(
+    Code.UNAVAILABLE, f"the request's API process has sent nothing for {messages.CLIENT_TIMEOUT:g} seconds; try again"
+)
 
 
 class EngineServer:
-    """Runs an engine, and serves clients on this host and, with the option ``engine_address``, on others.
+    """Runs an engine, and serves clients on this host and, with the option ``engine_address``, on other hosts.
 
     Args:
         address: ZeroMQ address to bind, ``ipc://…``.
@@ -87,9 +89,9 @@ class EngineServer:
         self._socket = _router_socket()
         self._socket.bind(address)
         self._remote: zmq.Socket[bytes] | None = None
-        """Socket for clients over TCP."""
+        """Socket for clients over TCP; None without the option ``engine_address``."""
         self._engine_address = ""
-        """Address for clients over TCP, host:port."""
+        """Address of the socket for clients over TCP, host:port; empty without this socket."""
         self._remote_clients: set[bytes] = set()
         self._signals, signal_sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(signal_sender)
@@ -108,11 +110,11 @@ class EngineServer:
         self._step_record = StepRecord(address)
         self._step_times = StepTimes(FIRST_STEP_TIMEOUT_FACTOR * options.engine_iteration_timeout)
         self._step_in_progress: tuple[int, float] | None = None
-        """Number of tokens and start time of the current step."""
+        """Number of tokens and start time (monotonic clock) of the current step; None between steps."""
         self._last_step_computed = True
         """True if the last step computed any tokens."""
         self._last_heard: dict[bytes, float] = {}
-        """Client → time of its last message."""
+        """Client → time of its last message (monotonic clock)."""
         self._last_expiry_check = time.monotonic()
         self._parent = os.getppid()
         self._last_work = time.monotonic()
@@ -121,11 +123,11 @@ class EngineServer:
         self._tracer: Tracer | None = None
 
     def run(self) -> None:
-        """Load the model and serve until SIGTERM. Exits with status 2 if the model cannot be loaded, 1 if the engine
-        fails."""
+        """Load the model and serve until SIGTERM. Exits with status 2 if the model cannot be loaded, and 1 if the
+        engine fails."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
-        gc.disable()  # collections take a tenth of the time of importing torch
+        gc.disable()  # garbage collections would take a tenth of the time of importing PyTorch
         try:
             self._start_engine()
         except PenstockError as error:
@@ -156,7 +158,7 @@ class EngineServer:
     def _start_engine(self) -> None:
         """Load the model. Raises ``PenstockError`` if it cannot be loaded."""
         if self._options.role == "router":
-            raise invalid("role", "a router has no engine: start it with penstock serve --role router")
+            raise invalid("role", "router is no role of an engine: start a router with penstock serve --role router")
         if self._options.engine_address:
             self._listen(self._options.engine_address)
         if self._options.role != "mixed" and not self._options.enable_prefix_caching:
@@ -181,9 +183,9 @@ class EngineServer:
         self._actions = ActionQueue(engine, StepRecorder(engine).snapshot)
         self._sent_state = self._actions.state
         if connector := engine.kv_connector:
-            self._poller.register(connector.wakeup, zmq.POLLIN)  # transfers end a wait for messages
+            self._poller.register(connector.wakeup, zmq.POLLIN)  # events of KV transfers end a wait for messages
         gc.collect()
-        gc.freeze()  # exclude long-lived objects from later collections
+        gc.freeze()  # exclude long-lived objects from later garbage collections
         gc.enable()
         self._ready = messages.Ready(
             pid=os.getpid(),
@@ -208,7 +210,7 @@ class EngineServer:
         )
 
     def _work(self) -> None:
-        """Compute a step if there is work. Otherwise process pending adapters or prepare guided decoding."""
+        """Compute a step if there is work. Otherwise load pending adapters, or prepare guided decoding."""
         engine = self._engine
         if engine.busy or engine.has_pending:
             if engine.has_pending:
@@ -218,7 +220,7 @@ class EngineServer:
                 deltas = [delta for delta in deltas if delta.failure != engine.failure]
             self._after_step()
             if self._actions.pending:
-                self._broadcast_state()  # before any output of new weights
+                self._broadcast_state()  # clients must know new weights before their output arrives
             self._send(deltas)
             self._last_work = time.monotonic()
         elif engine.failure:  # a worker failed while the engine was idle
@@ -229,7 +231,7 @@ class EngineServer:
             engine.prepare_guided_decoding()
 
     def _poll_ms(self) -> int:
-        """Milliseconds to wait for messages."""
+        """Maximum time to wait for messages now, milliseconds."""
         if self._engine.busy or self._engine.has_pending:
             return 0 if self._last_step_computed else PENDING_POLL_MS
         return PENDING_POLL_MS if self._actions.pending else IDLE_POLL_MS
@@ -247,7 +249,8 @@ class EngineServer:
             remote.bind(f"tcp://{join_address(ip, port or '*')}")
         except (OSError, zmq.ZMQError) as error:
             reason = os.strerror(error.errno or 0) if isinstance(error, zmq.ZMQError) else error.strerror
-            message = f"cannot listen on {engine_address}: {(reason or str(error)).lower()}; try another"
+            reason = (reason or str(error)).lower()
+            message = f"cannot listen on {engine_address}: {reason}; try another address or port"
             raise invalid("engine_address", message) from error
         bound = remote.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self._engine_address = join_address(host, bound)
@@ -278,11 +281,11 @@ class EngineServer:
             return True
         connector = self._engine.kv_connector
         busy = self._engine.busy or (connector is not None and connector.has_unread)
-        waits = busy and not self._engine.sleeper.is_paused  # requests of a paused engine would not end
+        waits = busy and not self._engine.sleeper.is_paused  # in a paused engine, requests would never end
         return self._stopping and (not waits or time.monotonic() > self._deadline)
 
     def _shut_down(self) -> None:
-        """Refuse new requests, and fail those that have not finished within ``drain_timeout``."""
+        """Refuse new requests, and fail the requests that are still open."""
         self._stopping = True
         while not self._receive(0):
             pass
@@ -306,7 +309,7 @@ class EngineServer:
         Args:
             timeout_ms: maximum milliseconds to wait for the first message.
 
-        Returns True if all were handled. Otherwise the queue may still have messages of clients that seem silent.
+        Returns True if all messages were handled. If not, a client that seems silent may have a message in the queue.
         """
         ready = dict(self._poller.poll(timeout_ms))
         if self._signals in ready:
@@ -314,7 +317,7 @@ class EngineServer:
         return all([self._receive_from(each) for each in (self._socket, self._remote) if each and each in ready])
 
     def _receive_from(self, socket: zmq.Socket[bytes]) -> bool:
-        """Handle messages of one socket, at most ``MAX_MESSAGES_PER_STEP``. Returns True if all were handled."""
+        """Handle messages of one socket, at most ``MAX_MESSAGES_PER_STEP``. Returns True if no message is left."""
         for _ in range(MAX_MESSAGES_PER_STEP):
             try:
                 client, *parts = socket.recv_multipart(zmq.NOBLOCK)
@@ -324,7 +327,7 @@ class EngineServer:
             try:
                 message = messages.decode_to_engine(data)
                 if isinstance(message, messages.ProcessAlive):
-                    if message.client in self._last_heard:  # ignore a client that has not connected yet
+                    if message.client in self._last_heard:  # a client that has not connected yet has no lease
                         self._last_heard[message.client] = time.monotonic()
                     continue
                 self._last_heard[client] = time.monotonic()
@@ -347,12 +350,12 @@ class EngineServer:
             logger.error("a message of client %s could not be handled", client.hex(), exc_info=error)
         try:
             partial = messages.decode_partial(data)
-        except Exception:  # without an id there is nothing to reply to
+        except Exception:  # no request id or call id can be decoded, so the engine cannot reply
             logger.warning("client %s sent a message that cannot be decoded: %s", client.hex(), error)
             return
         if partial.request:
             request_id = _internal_id(client, partial.request.request_id)
-            self._engine.abort(request_id)  # it may have been added partly
+            self._engine.abort(request_id)  # a part of the request's sequences may have been added
             self._send(_error_deltas(request_id, partial.request.num_sequences, failure))
         elif partial.call_id is not None:
             self._send_to(client, messages.CallResult(partial.call_id, failure))
@@ -360,7 +363,7 @@ class EngineServer:
     def _handle(self, client: bytes, message: messages.ToEngine) -> None:
         match message:
             case messages.Connect() if self._stopping:
-                pass  # the client retries, and reaches the next engine
+                pass  # no reply: the client connects again, and then reaches the restarted engine
             case messages.Disconnect():
                 self._remote_clients.discard(client)
                 self._last_heard.pop(client, None)
@@ -403,7 +406,7 @@ class EngineServer:
             self._broadcast(state)
 
     def _answer_actions(self) -> None:
-        """Send the results of ended actions. All clients get changed adapters before."""
+        """Send the results of ended actions. If adapters were changed, all clients get the new adapters first."""
         ended = self._actions.take_done()
         if any(isinstance(action, LoadAdapter | UnloadAdapter) for _, _, action, _ in ended):
             self._broadcast(messages.Adapters(self._engine.adapters.paths))
@@ -428,8 +431,8 @@ class EngineServer:
     def _send_error_result(self, client: bytes, call_id: int, error: BaseException) -> None:
         failure = error.failure if isinstance(error, PenstockError) else None
         if not failure:
-            logger.error("a call of client %s failed", client.hex(), exc_info=error)
-            failure = Failure(Code.INTERNAL, "the call failed; the engine's log has the traceback")
+            logger.error("an action requested by client %s failed", client.hex(), exc_info=error)
+            failure = Failure(Code.INTERNAL, "the action failed; the engine's log has the traceback")
         self._send_to(client, messages.CallResult(call_id, failure))
 
     def _send(self, deltas: list[TokenDelta]) -> None:
@@ -450,7 +453,7 @@ class EngineServer:
         """Cancel the requests of clients that have sent nothing for ``CLIENT_TIMEOUT``."""
         now = time.monotonic()
         was_blocked, self._last_expiry_check = now - self._last_expiry_check > messages.CLIENT_TIMEOUT, now
-        if was_blocked:  # this process has not received in time: restart the clients' leases
+        if was_blocked:  # this process has not read messages for too long: restart the clients' leases
             self._last_heard = dict.fromkeys(self._last_heard, now)
         expired = [client for client, last in self._last_heard.items() if now - last > messages.CLIENT_TIMEOUT]
         for client in expired:
@@ -512,13 +515,13 @@ class EngineServer:
         )
 
     def _send_report(self, report: messages.StartReport) -> None:
-        """Report to the parent process, unless it has exited."""
+        """Write the report to the parent process. Does nothing if the parent has exited."""
         with contextlib.suppress(BrokenPipeError), self._report:
             self._report.write(msgspec.json.encode(report) + b"\n")
 
 
 def _router_socket() -> zmq.Socket[bytes]:
-    """A socket for clients that never drops messages."""
+    """Create a socket for clients. It queues messages without limit, so it never drops any."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     for option, value in ((zmq.LINGER, 1000), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
         socket.setsockopt(option, value)
@@ -532,20 +535,20 @@ def _is_bound(options: EngineOptions) -> bool:
 
 
 def _share_cores(options: EngineOptions, replica: int) -> EngineOptions:
-    """Bind this process to its replica's cores. Returns the options with matching ``cpu_binding`` and ``threads``.
-    Raises ``PenstockError`` as ``bind_replica``."""
-    from penstock.ops.cores import bind_replica, usable_cores  # imports PyTorch
+    """Bind this process to the cores of its replica. Returns the options with matching ``cpu_binding`` and ``threads``.
+    Raises ``PenstockError`` if ``cpu_binding`` does not fit (see ``bind_replica``)."""
+    from penstock.ops.cores import bind_replica, usable_cores  # this module imports PyTorch
 
     replicas, ranks = options.data_parallel_size, options.tensor_parallel_size * options.pipeline_parallel_size
     threads = options.threads or max(1, usable_cores() // (replicas * ranks))
     binding = bind_replica(options.cpu_binding, replica, replicas, ranks)
-    if not options.threads:  # a list may give this replica fewer cores than an even share
+    if not options.threads:  # ``cpu_binding`` may give this replica fewer cores than an even share
         threads = max(1, min(threads, usable_cores() // ranks))
     return msgspec.structs.replace(options, cpu_binding=binding, threads=threads)
 
 
 def _choose_gpus(options: EngineOptions, replica: int) -> EngineOptions:
-    """The options with the first GPU of a replica. Each rank has one GPU; GPUs are assigned in replica order."""
+    """Return the options with the first GPU of a replica as ``device``. Each rank has one GPU, in replica order."""
     import torch
 
     kind, _, first = options.device.partition(":")
@@ -562,19 +565,19 @@ def _resident_bytes() -> int:
 
 
 def _internal_id(client: bytes, request_id: str) -> str:
-    """The engine's id of a client's request. Different clients may use the same ``request_id``."""
+    """Request id in the engine: client and ``request_id``, as different clients may use the same ``request_id``."""
     return f"{client.hex()}:{request_id}"
 
 
 def _split_internal_id(internal_id: str) -> tuple[bytes, str]:
-    """Client and request id of an engine's id."""
+    """Split an id of ``_internal_id`` into client and request id."""
     client, _, request_id = internal_id.partition(":")
     return bytes.fromhex(client), request_id
 
 
 def _split_prompt_logprobs(delta: TokenDelta) -> list[TokenDelta]:
-    """Split a delta into parts with at most ``MAX_PROMPT_LOGPROBS`` prompt logprobs. The last part has all other
-    fields."""
+    """Split a delta into parts with at most ``MAX_PROMPT_LOGPROBS`` prompt logprobs each. Only the last part has the
+    other fields of the delta."""
     logprobs = delta.prompt_logprobs or []
     last = max(len(logprobs) - MAX_PROMPT_LOGPROBS, 0)
     starts = range(0, last, MAX_PROMPT_LOGPROBS)
@@ -599,7 +602,7 @@ def _error_deltas(request_id: str, num_sequences: int, failure: Failure) -> list
 
 
 def kill_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies, or at once if it has died already."""
+    """Make the kernel kill this process when its parent dies, or at once if the parent has died already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -607,7 +610,7 @@ def kill_with_parent(parent: int) -> None:
 
 def main() -> None:
     report = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # keep libraries' output out of the pipe to the parent
+    os.dup2(2, 1)  # libraries may print to standard output, which is the pipe to the parent
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=messages.Start)
     kill_with_parent(start.parent)
     logs.set_up(start.logs, "engine")
@@ -618,14 +621,14 @@ def main() -> None:
         assert isinstance(error.code, int)
         status = error.code
     except (OSError, MemoryError, ImportError, RuntimeError) as error:
-        if (failure := start_failure(error)) is None or report.closed:  # closed: the engine had started
+        if (failure := start_failure(error)) is None or report.closed:  # the report is closed once the engine is ready
             raise
         report.write(msgspec.json.encode(messages.StartFailed(failure)) + b"\n")
         report.close()
         status = 2
     atexit._run_exitfuncs()  # end the workers, and finish writing to the weight cache
-    zmq.Context.instance().destroy()  # waits until all messages are sent
-    with contextlib.suppress(OSError):  # the log's reader may have exited
+    zmq.Context.instance().destroy()  # waits until ZeroMQ has sent all messages
+    with contextlib.suppress(OSError):  # the process that reads the log may have exited
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)  # a regular exit frees PyTorch's and the model's objects, which takes 0.2 seconds or more

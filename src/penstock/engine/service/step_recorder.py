@@ -1,4 +1,4 @@
-"""Takes snapshots of the engine, and records its steps while snapshots are taken."""
+"""Takes snapshots of the engine, and records its steps as long as snapshots are requested."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ WATCH_TIME = 10.0
 MAX_SEQUENCES = 512
 """Maximum number of sequences in a snapshot. Running sequences come first."""
 MAX_BLOCKS = 16_384
-"""Maximum number of KV blocks listed in a snapshot, all sequences together."""
+"""Maximum number of KV blocks listed in a snapshot, for all sequences together."""
 MAX_CELLS = 4096
 """Maximum number of cells in the map of KV blocks."""
 MAX_MAPPED = 2**18
-"""Number of KV blocks above which no map is made (it takes about 100 ns per block)."""
+"""Number of KV blocks above which snapshots have no map, as making it takes about 100 ns per block."""
 ID_LENGTH = 8
-"""Number of last characters of request ids in a snapshot: enough to find a request in the log, not to cancel it."""
+"""Number of last characters of a request id in a snapshot: enough to find it in the log, too few to cancel it."""
 
 
 class StepRecorder:
-    """Takes snapshots, and records steps for ``WATCH_TIME`` after each. Otherwise it does not slow steps down."""
+    """Takes snapshots, and records steps for ``WATCH_TIME`` after each snapshot. Does not slow steps down later."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 TRIAL_STEPS = 16
-"""Number of steps with drafts, and number of steps without, whose throughputs are compared."""
+"""Number of steps with drafts, and of steps without drafts, in a comparison of throughputs."""
 STEPS_BETWEEN_TRIALS = 512
 """Number of steps in the faster mode before the other mode is tried again."""
 
 
 class SpeculationTuner:
-    """Measures tokens per second with and without drafts, in steps of one batch size, and chooses the faster."""
+    """Measures tokens per second with and without drafts, in steps of one batch size, and chooses the faster mode."""
 
     def __init__(self) -> None:
         self.drafting = True
         """True if the next steps should use drafts."""
         self._start_measuring(TRIAL_STEPS, switched=True)
         self._rates: dict[bool, float] = {}
+        """Measured tokens per second, with drafts (True) and without (False)."""
 
     def record_step(self, tokens: int, seconds: float, drafting: bool) -> None:
         """Add a decode step to the measurement. The last step of a measurement updates ``self.drafting``.
@@ -44,6 +45,7 @@ class SpeculationTuner:
             self._rates.clear()
 
     def _start_measuring(self, steps: int, switched: bool) -> None:
-        """Measure the next ``steps``, without the first two after a switch, in which a drafter may have to catch up."""
+        """Measure the next ``steps`` steps. The first two after a switch are not measured, since a drafter may have to
+        process earlier tokens in them."""
         self._steps_left, self._num_measured = steps, steps - 2 * switched
         self._tokens, self._seconds = 0, 0.0

@@ -1,11 +1,11 @@
-"""N-gram drafter: looks drafts up in the tokens so far (prompt lookup decoding, Saxena, 2023)."""
+"""N-gram drafter: finds drafts in the previous tokens (prompt lookup decoding, Saxena, 2023)."""
 
 from __future__ import annotations
 
 from ..sequence.sequence import Sequence
 
 MAX_PROMPT = 32_768
-"""Number of trailing prompt tokens that are searched. Indexing them takes 0.2 s, during which no step is computed."""
+"""Number of trailing prompt tokens that are searched. Indexing this number takes 0.2 s, which delays the next step."""
 
 
 class NGramDrafter:
@@ -19,7 +19,7 @@ class NGramDrafter:
         self._lengths = range(max_n, min_n - 1, -1)
 
     def propose(self, sequence: Sequence, max_len: int) -> list[int]:
-        """Draft at most ``max_len`` tokens; empty if no n-gram occurs earlier."""
+        """Draft at most ``max_len`` tokens; empty if no trailing n-gram occurs earlier in the sequence."""
         tokens, prompt = sequence.tokens, sequence.prompt_length
         if not sequence.prompt_ngrams:
             self._index(tokens, max(prompt - MAX_PROMPT, 0) + 1, prompt, sequence.prompt_ngrams)
@@ -29,7 +29,7 @@ class NGramDrafter:
             ngram = tuple(tokens[-length:])
             if (at := sequence.ngrams.get(ngram, sequence.prompt_ngrams.get(ngram))) is not None:
                 draft: list[int] = []
-                for source in range(at, at + max_len):  # past the last token, continue with the draft itself
+                for source in range(at, at + max_len):  # after the last token, copy from the draft
                     draft.append(tokens[source] if source < len(tokens) else draft[source - len(tokens)])
                 return draft
         return []

@@ -1,6 +1,6 @@
 """Speculative decoding: draft tokens, several of which the model can accept in one step.
 
-The model samples a token at each drafted position, and accepts the leading draft tokens that equal the sampled ones
+The model samples a token at each drafted position, and accepts the leading draft tokens that equal the sampled tokens
 (Leviathan et al., 2023, with this comparison instead of rejection sampling). The output is the same with and without
 drafts.
 """
@@ -31,10 +31,10 @@ MAX_FAILURES = 8
 
 
 class Drafter(Protocol):
-    """A drafter in the engine's process, which needs only the tokens of a sequence."""
+    """A drafter in the engine's process; it uses only the tokens of a sequence."""
 
     def propose(self, sequence: Sequence, max_len: int) -> list[int]:
-        """Draft at most ``max_len`` tokens to follow those of the sequence; may be empty."""
+        """Draft at most ``max_len`` tokens after the tokens of the sequence; may be empty."""
         ...
 
 
@@ -42,18 +42,18 @@ class Draft(NamedTuple):
     """A planned draft."""
 
     token_ids: list[int]
-    """Draft tokens, or ``PLACEHOLDER_TOKEN_ID`` for each."""
+    """Draft tokens; ``PLACEHOLDER_TOKEN_ID`` for each token that the workers will draft."""
     length: int
-    """Maximum number of tokens that can be accepted; for a tree, its depth."""
+    """Maximum number of tokens that can be accepted: the number of tokens of a chain, the depth of a tree."""
     parents: list[int] = []  # noqa: RUF012 - a tuple's default, never written
-    """Parents in a tree, as in ``ScheduledSequence.parents``; empty for a chain."""
+    """Parents in a tree (``ScheduledSequence.parents``); empty for a chain."""
     num_scratch_blocks: int = 0
     """Number of scratch KV blocks (``Speculation.num_scratch_blocks``) needed to verify the draft."""
 
 
 @dataclass
 class SpecDecodingStats:
-    """Totals since the engine started."""
+    """Counts of draft tokens since the engine started."""
 
     drafts: int = 0
     """Number of verified drafts, each of one or more tokens."""
@@ -72,7 +72,7 @@ class Speculation:
         drafter: drafter in this process; None if the workers draft.
         max_len: maximum length of a draft.
         adaptive: omit drafts at batch sizes where they lower the throughput.
-        tree: shape of token trees, if the workers draft trees; ``max_len`` is its depth.
+        tree: shape of token trees, with a depth of ``max_len``; None if drafts are chains.
         block_size: tokens per KV block.
     """
 
@@ -89,11 +89,12 @@ class Speculation:
         self._tree = tree
         self._block_size = block_size
         self.num_scratch_blocks = tree.scratch_blocks(block_size) if tree else 0
-        """Number of KV blocks for verifying the trees of one step, in addition to the sequences' blocks."""
+        """Number of KV blocks to verify the trees of one step, in addition to those of sequences; 0 without trees."""
         self._adaptive = adaptive
         self._tuners: dict[int, SpeculationTuner] = defaultdict(SpeculationTuner)
         """Tuners by the bit length of the number of running sequences."""
         self._failures = 0
+        """Number of drafter errors."""
         self.stats = SpecDecodingStats(accepted_at=[0] * max_len)
 
     def should_draft(self, num_running: int) -> bool:
@@ -101,16 +102,16 @@ class Speculation:
         return not self._disabled and (not self._adaptive or self._tuners[num_running.bit_length()].drafting)
 
     def draft(self, sequence: Sequence, max_len: int, budget: int, scratch: int) -> Draft | None:
-        """Draft tokens to follow those of the sequence. If the workers draft, the draft consists of placeholders for
-        ``fill_placeholders``.
+        """Draft tokens to follow the tokens of the sequence. If the workers draft, the draft consists of placeholders
+        for ``fill_placeholders``.
 
-        Instead of a tree, its first path is drafted if there is no room for the tree, or if the sequence has a guide or
-        sampling parameters that depend on all previous tokens.
+        Instead of a tree, only the first path of the tree is drafted if ``budget`` or ``scratch`` is too small, or if
+        the sequence has a guide or sampling parameters that depend on all previous tokens.
 
         Args:
-            max_len: maximum length (depth).
+            max_len: maximum length of a chain, or depth of a tree.
             budget: maximum number of tokens.
-            scratch: number of scratch KV blocks left in this step.
+            scratch: number of scratch KV blocks that this step has not used yet.
         """
         length = min(self._max_len if sequence.draft_len is None else sequence.draft_len, max_len)
         if self._disabled or length < 1:
@@ -136,8 +137,8 @@ class Speculation:
         """Replace the placeholders in a plan by draft tokens that the workers propose.
 
         Args:
-            updates: row updates of the plan's step. If drafts are proposed, they are sent with ``Propose``.
-            call: runs ``Propose`` in the workers. Returns a draft per row; None if the drafter has failed for it.
+            updates: row updates of the plan's step, which are sent with ``Propose`` if the plan has placeholders.
+            call: runs ``Propose`` in the workers. Returns a draft per row; None if the drafter has failed for the row.
 
         Returns the updates that remain to be sent with the step.
         """
@@ -159,7 +160,7 @@ class Speculation:
         else:
             if failed := [item.sequence for item, draft in zip(items, proposed, strict=True) if draft is None]:
                 self._record_failure(failed)
-        return RowUpdates(forks=updates.forks)  # again, since the step samples for the forked rows
+        return RowUpdates(forks=updates.forks)  # the step needs the forks, too, to sample for the forked rows
 
     def record_step(self, plan: Plan, output: StepOutput, seconds: float) -> None:
         """Count the accepted draft tokens of a step, and adapt draft lengths. Call this before ``Scheduler.update``.
@@ -171,18 +172,19 @@ class Speculation:
         for item in plan.scheduled:
             sampled = [next(outputs) for _ in item.sampling_sequences]
             tokens += sum(len(one.token_ids) for one in sampled)
-            if item.draft:  # no token is sampled if sampling failed
+            if item.draft:  # if sampling failed, ``token_ids`` is empty
                 self._record_acceptance(item, max(len(sampled[0].token_ids) - 1, 0))
         if self._adaptive and plan.scheduled and all(item.length == 1 for item in plan.scheduled):
             self._tuners[plan.num_running.bit_length()].record_step(tokens, seconds, plan.drafting)
 
     @property
     def _disabled(self) -> bool:
+        """True after too many drafter errors."""
         return self._failures >= MAX_FAILURES
 
     def _record_failure(self, sequences: Iterable[Sequence], error: Exception | None = None) -> None:
-        """Record an error of the drafter. These sequences get no more drafts; after ``MAX_FAILURES`` errors, none
-        does."""
+        """Record an error of the drafter. ``sequences`` get no more drafts; after ``MAX_FAILURES`` errors, no sequence
+        gets drafts."""
         for sequence in sequences:
             sequence.draft_len = 0
         self._failures += 1
@@ -190,6 +192,7 @@ class Speculation:
         logger.error("drafting failed; speculative decoding is off %s", scope, exc_info=error)
 
     def _record_acceptance(self, item: ScheduledSequence, accepted: int) -> None:
+        """Count the ``accepted`` tokens of a verified draft, and adapt the length of the next draft."""
         stats, sequence, drafted = self.stats, item.sequence, len(item.draft)
         stats.drafts += 1
         stats.draft_tokens += drafted
@@ -217,7 +220,7 @@ def _propose_message(items: list[ScheduledSequence], updates: RowUpdates) -> Pro
 
 
 def _acceptable(sequence: Sequence, draft: list[int]) -> list[int]:
-    """Leading draft tokens before the first that would end the sequence, or that its grammar does not allow."""
+    """Leading draft tokens, up to the first token that would end the sequence, or that its grammar does not allow."""
     stops = _stops(sequence)
     end = next((i for i, token in enumerate(draft) if token in stops), len(draft))
     if sequence.guide and end:
@@ -227,7 +230,7 @@ def _acceptable(sequence: Sequence, draft: list[int]) -> list[int]:
 
 def _acceptable_tree(sequence: Sequence, draft: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
     """Tokens and parents of a drafted tree, without missing tokens (negative), tokens that would end the sequence, and
-    the descendants of both. The sequence has no grammar."""
+    the descendants of the removed tokens. The sequence must not have a grammar."""
     stops = _stops(sequence)
     kept = {-1: -1}
     token_ids, new_parents = list[int](), list[int]()
@@ -240,5 +243,5 @@ def _acceptable_tree(sequence: Sequence, draft: list[int], parents: list[int]) -
 
 
 def _stops(sequence: Sequence) -> frozenset[int]:
-    """Tokens that end the sequence, and with a guide EOS, which the guide may replace."""
+    """Tokens that end the sequence. With a guide, they include EOS, which the guide may replace."""
     return sequence.stop_token_ids | frozenset(sequence.request.eos_token_ids if sequence.guide else ())

@@ -1,1 +1,1 @@
-"""The worker, which computes steps: rows, input batch, forward pass, sampling and drafters."""
+"""The worker, which computes an engine's steps: input batch, forward pass, sampling, and drafting."""

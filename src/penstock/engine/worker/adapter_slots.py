@@ -23,10 +23,10 @@ class AdapterSlots:
         self._adapters: dict[int, LoRAAdapter] = {}
 
     def read(self, path: str) -> LoRAAdapter:
-        """Read an adapter from a folder. May be called in another thread. Raises ``PenstockError`` if it does not fit
-        the model, or the engine sleeps without weights."""
+        """Read an adapter from a folder. May be called in another thread. Raises ``PenstockError`` if the adapter does
+        not fit the model, or if the engine sleeps without weights."""
         if not self._runner.has_model:
-            message = "the engine sleeps without weights; wake it up before loading adapters"
+            message = f"cannot load {path}: the engine sleeps without weights; wake it up first"
             raise PenstockError(Code.UNAVAILABLE, message, "lora_path")
         model = self._runner.model
         experts = model.config.experts
@@ -40,15 +40,15 @@ class AdapterSlots:
         )
 
     def fill(self, slot: int, adapter: LoRAAdapter) -> str:
-        """Put an adapter into a slot. Returns its version."""
-        self.empty(slot)  # after a load that failed on another rank, the slot still has its adapter
+        """Put an adapter into a slot. Returns the version of the adapter."""
+        self.empty(slot)  # the slot is in use if its last load succeeded here and failed on another rank
         self._adapters[slot] = adapter
         adapter.activate(slot)
         self._runner.has_expert_lora |= adapter.has_experts
         return adapter.version
 
     def empty(self, slot: int) -> None:
-        """Remove the adapter from a slot, if any."""
+        """Remove the adapter from a slot. Does nothing if the slot is empty."""
         if adapter := self._adapters.pop(slot, None):
             adapter.deactivate(slot)
             self._runner.has_expert_lora = any(each.has_experts for each in self._adapters.values())

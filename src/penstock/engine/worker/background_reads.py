@@ -1,4 +1,4 @@
-"""Reads files in a thread while steps are computed. Their contents are used between two steps."""
+"""Reads files in a thread while steps are computed. ``poll``, called between two steps, uses their contents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Read(NamedTuple):
 
 
 class BackgroundReads:
-    """A thread that executes reads one after another."""
+    """A thread that reads files, one read after the other."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "read-weights")

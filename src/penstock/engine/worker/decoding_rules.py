@@ -1,4 +1,4 @@
-"""Allowed next tokens of a transcript, as in Whisper's implementations (``DecodingRules``)."""
+"""Excludes next tokens that ``DecodingRules`` do not allow in a transcript, like OpenAI's Whisper implementation."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ def apply_rules(logits: Tensor, position: Position, rules: DecodingRules) -> Non
 
 
 def _apply_timestamp_rules(logits: Tensor, tokens: list[int], rules: DecodingRules) -> None:
-    """Timestamps come in pairs, at the end of a segment and the start of the next, and do not decrease. The transcript
-    starts with a timestamp. A timestamp is forced if all together are likelier than every other token."""
+    """Exclude tokens that violate the rules for timestamps. Timestamps form pairs, at the end of a segment and the
+    start of the next one, and do not decrease. The transcript begins with a timestamp. If all timestamps together are
+    more likely than every other token, the next token must be a timestamp."""
     begin = rules.timestamp_begin
-    logits[begin - 1] = EXCLUDED  # <|notimestamps|>
+    logits[begin - 1] = EXCLUDED  # the token before the first timestamp is <|notimestamps|>
     if not tokens:
         logits[:begin] = EXCLUDED
         logits[begin + rules.max_initial_timestamp + 1 :] = EXCLUDED
     elif tokens[-1] >= begin:
-        if len(tokens) < 2 or tokens[-2] >= begin:  # the last token completed a pair, or was the first
+        if len(tokens) < 2 or tokens[-2] >= begin:  # the last token completes a pair, or is the first of the transcript
             logits[begin:] = EXCLUDED
         else:
             logits[: rules.eos] = EXCLUDED

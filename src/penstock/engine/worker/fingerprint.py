@@ -1,4 +1,4 @@
-"""The fingerprint of an engine: identifies all that affects the bits of its results, except the weights."""
+"""The fingerprint of an engine: identifies everything that affects the bits of its results, except the weights."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from penstock.ops import KVSpec, Ops
 
 
 def fingerprint(ops: Ops, model: Model, quantization: str, kv_spec: KVSpec) -> str:
-    """A string that is equal for engines with bit-identical results, given equal weights.
+    """Fingerprint, a string: engines with equal fingerprints and equal weights have bit-identical results.
 
-    With ``BATCH_INVARIANT`` kernels, results do not depend on threads, ranks, batches, chunks, block size, prefix
-    cache, preemption and speculation, so these are not included.
+    It excludes threads, ranks, batches, chunks, block size, prefix cache, preemption and speculation, because they do
+    not affect results with ``BATCH_INVARIANT`` kernels.
 
     Args:
         ops: the kernels.
         quantization: format of the weights, a key of ``SCHEMES``.
-        kv_spec: KV cache of any layer (all have the same dtype).
+        kv_spec: KV cache of any layer, as the caches of all layers have the same dtype.
     """
-    capability = torch.backends.cpu.get_cpu_capability().lower()  # PyTorch computes RoPE tables and samples
+    capability = torch.backends.cpu.get_cpu_capability().lower()  # PyTorch computes RoPE tables and samples tokens
     parts = [ops.fingerprint(), f"torch{torch.__version__}", capability, str(model.dtype).removeprefix("torch.")]
     if model.config.model_impl == "transformers":
         parts.append(f"transformers{metadata.version('transformers')}")

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to pinned host memory. On a CPU, the tensor itself.
+    """An asynchronous copy of a tensor to pinned host memory. A tensor on a CPU is not copied.
 
     Args:
-        tensor: must not be overwritten before ``get`` returns, except by the same CUDA stream.
+        tensor: tensor to copy. Before ``get`` returns, only the current CUDA stream may overwrite it.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -27,7 +27,7 @@ class HostCopy:
         self._event.record(torch.cuda.current_stream(tensor.device))
 
     def get(self) -> Tensor:
-        """Wait for the copy and return it, on the CPU."""
+        """Wait for the copy, and return it as a tensor on the CPU."""
         if self._event:
             self._event.synchronize()
         return self._host
@@ -36,7 +36,7 @@ class HostCopy:
 def to_device(values: np.ndarray | Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
     """Copy values to a tensor on ``device``, asynchronously. Python numbers become int64 or float32."""
     if isinstance(values, np.ndarray):
-        tensor = torch.from_numpy(np.require(values, requirements="W"))  # decoded messages have read-only arrays
+        tensor = torch.from_numpy(np.require(values, requirements="W"))  # arrays of decoded messages are read-only
     else:
         tensor = torch.tensor(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

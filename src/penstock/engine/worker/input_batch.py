@@ -1,4 +1,4 @@
-"""The worker's rows: tokens and block tables of running sequences, from which the flat batch of a step is built."""
+"""The worker's rows: tokens and block tables of running sequences, from which the input of each step is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class InputBatch:
     """The rows of a worker.
 
     Args:
-        rows: maximum number of running sequences, plus rows for ``copy_row``.
+        rows: number of rows: one for each running sequence, and the targets of ``copy_row``.
         max_len: maximum number of tokens per sequence.
         block_size: number of tokens per KV block.
     """
@@ -26,36 +26,37 @@ class InputBatch:
     def __init__(self, rows: int, max_len: int, block_size: int) -> None:
         self._block_size = block_size
         self.tokens = np.zeros((rows, max_len + 1), np.int32)
-        """Token ids, ``[rows, max_len + 1]``. The token sampled after the last one is written, but never computed."""
+        """Token ids, ``[rows, max_len + 1]``. The last column holds the token sampled after ``max_len`` tokens, which
+        no step computes."""
         self.tables = np.zeros((rows, -(-max_len // block_size)), np.int32)
-        """Block tables, ``[rows, blocks]``."""
+        """Block tables: numbers of the KV blocks of each row in token order, ``[rows, blocks]``."""
         self.rows: list[Row | None] = [None] * rows
-        """Row by number; None before its first sequence."""
+        """State of each row, by row number; None before the row's first sequence."""
         self.lora_slots = np.full(rows, -1, np.int32)
-        """Slot of each row's adapter, ``[rows]``; -1 for none."""
+        """Slot of each row's adapter, ``[rows]``; -1: no adapter."""
         self._any_lora = False
         self.mrope_deltas = np.zeros(rows, np.int64)
         """Offset from the index of a token after the prompt to its M-RoPE position, ``[rows]``."""
         self._max_len = max_len
         self._second_texts = np.zeros(rows, np.int64)
-        """``NewRow.second_text``, ``[rows]``."""
+        """Index of the first token of the second text of each row (``NewRow.second_text``), ``[rows]``."""
         self._any_second_text = False
         self.prompt_outputs = np.zeros(rows, bool)
-        """``Row.has_prompt_outputs``, ``[rows]``."""
+        """True for each row with outputs for the prompt (``Row.has_prompt_outputs``), ``[rows]``."""
         self.any_prompt_outputs = False
         self._in_flight = np.full((2, rows), -1, np.int64)
-        """Position of the token that the device is still sampling for each row, and its index among the tokens of its
-        step (see ``Batch.token_ids``), ``[2, rows]``; -1 for none."""
+        """Token that the device is still sampling for each row, ``[2, rows]``: its position in the row, and its index
+        among the sampled tokens of the step (see ``Batch.token_ids``); -1: no such token."""
         self._any_in_flight = False
 
     def row(self, number: int) -> Row:
-        """The row with this number. It must have a sequence."""
+        """The row with this number. The row must have a sequence."""
         row = self.rows[number]
         assert row is not None, "the step refers to a row without a sequence"
         return row
 
     def apply(self, updates: RowUpdates) -> None:
-        """Apply the updates of rows. ``ModelRunner.move_blocks`` copies blocks."""
+        """Apply updates to rows. Does not copy KV blocks: ``ModelRunner.move_blocks`` does."""
         if len(updates.beam_steps):
             self._reorder_beams(updates.beam_steps.reshape(-1, 4))
         for new in updates.new:
@@ -84,27 +85,27 @@ class InputBatch:
             self.rows[child] = self.row(parent).fork(index, self.tokens[child])
 
     def copy_row(self, row: int, source: int) -> None:
-        """Make a row, unknown to the engine, a copy of row ``source`` with the same blocks, for a path of a token
-        tree."""
+        """Make ``row`` a copy of row ``source`` with the same KV blocks. Used for paths of token trees; the engine does
+        not know these rows."""
         self.tables[row], self.lora_slots[row] = self.tables[source], self.lora_slots[source]
         self.mrope_deltas[row], self.rows[row] = self.mrope_deltas[source], self.rows[source]
 
     def set_in_flight(self, rows: Sequence[int], positions: Sequence[int]) -> None:
-        """Record that the device is sampling tokens at ``positions`` of ``rows``, in sampling order. Replaces those of
-        the previous step."""
+        """Record that the device is sampling tokens at ``positions`` of ``rows``, in sampling order. Replaces the
+        record of the previous step."""
         self._in_flight[:] = -1
         self._in_flight[0, rows] = positions
         self._in_flight[1, rows] = np.arange(len(rows))
         self._any_in_flight = len(rows) > 0
 
     def clear_in_flight(self, rows: Sequence[int], positions: Sequence[int]) -> None:
-        """Record that tokens passed to ``set_in_flight`` are now written to ``tokens``."""
+        """Record that the sampled tokens at ``positions`` of ``rows`` are now written to ``tokens``."""
         known = np.asarray(rows)[self._in_flight[0, rows] == positions]
         self._in_flight[:, known] = -1
         self._any_in_flight = bool((self._in_flight[0] >= 0).any())
 
     def needs_token_values(self, number: int) -> bool:
-        """``Row.needs_token_values``; False before the row's first sequence."""
+        """True if sampling for a row needs its previous tokens on the host (``Row.needs_token_values``)."""
         row = self.rows[number]
         return row is not None and row.needs_token_values
 
@@ -118,19 +119,19 @@ class InputBatch:
         first_states: np.ndarray | None = None,
     ) -> Batch:
         """Build the input of a forward pass, in host memory: the tokens of all items, concatenated without padding. An
-        item is ``lengths`` tokens of a row, from position ``starts`` on. There must be at least one token.
+        item consists of ``lengths`` tokens of a row, from position ``starts`` on. At least one token is required.
 
         Args:
             rows, starts, lengths: the items, ``[items]`` int32 or int64.
             num_states: number of trailing hidden states to return for each item, ``[items]`` int64.
-            shift: offset from a position to the token computed there: 0, or 1 for MTP layers.
-            first_states: True for each item whose leading hidden states are returned instead, ``[items]`` bool; None:
-                no item's.
+            shift: offset from a position to the token computed there: 0, or 1 for draft heads.
+            first_states: True for each item that returns its leading hidden states instead of the trailing ones,
+                ``[items]`` bool; None: False for all items.
         """
         ends = lengths.cumsum()
         total = starts + lengths
         count = int(ends[-1])
-        if count == len(rows):  # one token each: pure decode
+        if count == len(rows):  # pure decode: each item has one token
             token_rows, positions = rows, starts.astype(np.int64)
         else:
             token_rows = rows.repeat(lengths)
@@ -143,7 +144,7 @@ class InputBatch:
             logits_indices = np.arange(count)
         else:
             some, ends_of_states, seen = num_states > 0, ends, total
-            if first_states is not None:  # items that return leading hidden states end after the last of them
+            if first_states is not None:  # for leading hidden states, an item ends after the last state to return
                 ends_of_states = np.where(first_states, ends - lengths + num_states, ends)
                 seen = np.where(first_states, starts + num_states, total)
             logits_attention = self._attention_metadata(rows[some], seen[some], num_states[some], max_blocks)

@@ -36,7 +36,7 @@ class KVCopies:
         """Part of the host tier for each layer of this stage; empty without a host tier."""
 
     def map(self, transfer: TransferMemory | None, host_tier: TransferMemory | None) -> None:
-        """Map the given memory. Raises ``OSError`` if it cannot be opened."""
+        """Map the transfer buffer and the host tier; None: absent. Raises ``OSError`` if they cannot be opened."""
         self.exports, self._host_tier = self._map(transfer), self._map(host_tier)
 
     def _map(self, memory: TransferMemory | None) -> list[LayerExport]:
@@ -54,11 +54,11 @@ class KVCopies:
         self._copy_tokens(self._runner.ops.import_kv, first_layer, last_layer, slots, places)
 
     def store_blocks(self, blocks: np.ndarray, slots: np.ndarray) -> None:
-        """Copy whole blocks to slots of the host tier. Arguments are ``[blocks]``."""
+        """Copy whole KV blocks to slots of the host tier. Both arguments are ``[blocks]``."""
         self._copy_blocks(self._runner.ops.export_kv, blocks, slots)
 
     def load_blocks(self, blocks: np.ndarray, slots: np.ndarray) -> None:
-        """Copy whole blocks from slots of the host tier. Arguments are ``[blocks]``."""
+        """Copy whole KV blocks from slots of the host tier. Both arguments are ``[blocks]``."""
         self._copy_blocks(self._runner.ops.import_kv, blocks, slots)
 
     def _copy_tokens(
@@ -85,9 +85,9 @@ def layer_exports(transfer: TransferMemory, layouts: Sequence[TransferLayout], r
 
     Args:
         layouts: layouts of this rank's layers.
-        rank: world rank, which selects the progress counter in the memory's header.
+        rank: world rank, which selects the progress counter in the header of the memory.
 
-    Raises ``OSError`` if the memory cannot be opened, as in a worker on another host.
+    Raises ``OSError`` if the memory cannot be opened, for example because the worker is on another host.
     """
     size = transfer.offset + transfer.slots * layouts[0].slot_bytes
     descriptor = os.open(transfer.path, os.O_RDWR | os.O_CLOEXEC)
@@ -101,7 +101,7 @@ def layer_exports(transfer: TransferMemory, layouts: Sequence[TransferLayout], r
 
 
 def export_places(step: StepInput, num_tokens: np.ndarray) -> np.ndarray:
-    """``Batch.export_places`` of a step: ``step.export_places`` with -1 for draft tokens, ``[tokens]`` int64.
+    """``Batch.export_places`` of a step: ``step.export_places``, and -1 for draft tokens, ``[tokens]`` int64.
 
     Args:
         num_tokens: number of tokens of each item, including draft tokens, ``[items]``.

@@ -37,7 +37,7 @@ from .fingerprint import fingerprint
 
 
 class LoadedModels(NamedTuple):
-    """A worker's models, with their kernels and device."""
+    """The models of a worker, with kernels, device and properties."""
 
     ops: Ops
     device: torch.device
@@ -47,10 +47,10 @@ class LoadedModels(NamedTuple):
     max_loras: int
     info: ModelInfo
     expert_load: ExpertLoad
-    """Counters of tokens per expert of the served model; empty if not counted."""
+    """Counters of tokens per expert of the served model; empty without the option ``expert_load``."""
     reload: Callable[[Path | None], Model]
-    """Builds the served model with the weights of another folder; None: of the original one. Raises ``PenstockError``
-    if the folder has another model, or its weights are missing, damaged or not finite."""
+    """Builds the served model with the weights of another folder; None: of the folder of the served model. Raises
+    ``PenstockError`` if the folder has another model, or its weights are missing, damaged or not finite."""
 
 
 def load_models(
@@ -59,9 +59,9 @@ def load_models(
     """Load the models selected by the options: the layers of this stage, and this rank's shard of each matrix.
 
     Args:
-        weights: folder of the served model's weights; empty: its own folder.
+        weights: folder of the weights of the served model; empty: the option ``model``.
 
-    Raises ``PenstockError`` if the options or a checkpoint do not allow it.
+    Raises ``PenstockError`` if the options or a checkpoint are invalid or not supported.
     """
     folder = Path(options.model) if options.model else demo.CHAT
     device = device_of(options.device)
@@ -76,9 +76,11 @@ def load_models(
     config = read_config(folder, options.model_impl)
     backend = ops.backend(device, options.ops, options.batch_invariant)
     if config.has_vision and device.type != "cpu":
-        raise PenstockError(Code.UNSUPPORTED, "device: models with image input run on CPUs only", "device")
+        message = f"device: {device} is not supported for models with image input; use cpu"
+        raise PenstockError(Code.UNSUPPORTED, message, "device")
     if config.speech and device.type != "cpu":
-        raise PenstockError(Code.UNSUPPORTED, "device: speech recognition models run on CPUs only", "device")
+        message = f"device: {device} is not supported for speech-to-text models; use cpu"
+        raise PenstockError(Code.UNSUPPORTED, message, "device")
     quantization = KV_QUANTIZATION[options.kv_cache_dtype]
     # Fail before loading weights if the backend does not support the format.
     backend.new_kv_cache([KVSpec(1, 64, "float32", quantization=quantization)], 0, device)
@@ -149,7 +151,8 @@ def load_models(
     if speculative and speculative.tree and model.draft_heads:
         depth, count = speculative.tree.depth, len(model.draft_heads)
         if depth > count and not model.draft_heads[-1].recurrent:
-            raise invalid("speculative_config", f"the token tree has depth {depth}, but there are {count} heads", count)
+            message = f"the token tree has depth {depth}, and the model {count} draft heads; give at most depth {count}"
+            raise invalid("speculative_config", message, count)
     dtype = str(model.dtype).removeprefix("torch.")
     specs = model.kv_specs(options.block_size, quantization)
     info = ModelInfo(
@@ -176,26 +179,26 @@ def load_models(
 
 
 def _config_of(folder: Path, config: ModelConfig) -> ModelConfig:
-    """The configuration for other weights of a model: its own, with the quantization of the weights in ``folder``.
+    """Configuration of a model with other weights: ``config``, with the quantization of the weights in ``folder``.
 
     Raises ``PenstockError`` (``invalid``) if the folder does not exist or its ``config.json`` describes another model.
     """
     if not folder.is_dir():
-        raise invalid("path", f"{folder} is not a folder on this machine")
+        raise invalid("path", f"{folder} is not a folder on this machine; give the folder of a checkpoint")
     if not (folder / "config.json").exists():
         return config
     read = read_config(folder, config.model_impl)
-    other = replace(read, raw=config.raw, dtype=config.dtype)  # weights may be stored in any dtype
+    other = replace(read, raw=config.raw, dtype=config.dtype)  # the new weights may be stored in another dtype
     if other != config:
         names = [field for field in vars(config) if getattr(config, field) != getattr(other, field)]
         differences = [f"{name} {getattr(other, name)} instead of {getattr(config, name)}" for name in names]
-        raise invalid("path", f"{folder} has another model: {'; '.join(differences)}")
+        raise invalid("path", f"{folder} has another model than the engine: {'; '.join(differences)}")
     stored = {"quantization_config": quantization_config_of(read.raw), "compression_config": None}
     return replace(config, raw={**config.raw, **stored})
 
 
 def device_of(name: str) -> torch.device:
-    """The device selected by the option ``device``. Raises ``PenstockError`` (``invalid``) if it does not exist."""
+    """Device selected by the option ``device``. Raises ``PenstockError`` (``invalid``) if the device does not exist."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -213,13 +216,13 @@ def device_of(name: str) -> torch.device:
 
 
 class Draft(NamedTuple):
-    """A draft model, or draft heads."""
+    """Draft model or draft heads selected by the options."""
 
     folder: Path
     method: str
-    """``draft_model``, or one of ``METHODS``."""
+    """Drafting method: ``draft_model``, or a method with heads, one of ``METHODS``."""
     config: ModelConfig | None
-    """Configuration of a draft model; None for heads."""
+    """Configuration of a draft model; None for draft heads."""
 
 
 def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model: ModelConfig) -> Draft | None:
@@ -229,7 +232,8 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
     length, images), or the model has no MTP layers or does not support draft heads.
     """
     if speculative and speculative.method == "mtp" and not model.num_mtp_layers:
-        raise invalid("speculative_config", "this model has no MTP layers (num_nextn_predict_layers)")
+        message = "method mtp: this model has no MTP layers (num_nextn_predict_layers); use another method"
+        raise invalid("speculative_config", message)
     folder = draft_folder(speculative, options.model)
     if not speculative or not folder:
         return None
@@ -239,15 +243,15 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
             raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
         return Draft(folder, method, None)
     if speculative.tree:
-        message = "draft models cannot draft trees, only heads can (EAGLE, Medusa, MTP)"
+        message = f"draft models cannot draft trees: remove the token tree, or replace {folder} by EAGLE, Medusa or MTP"
         raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
     config = read_config(folder, options.model_impl)
     if config.has_vision:
-        message = "the draft model has image input, which is not supported; use a text model"
+        message = f"the draft model {folder} has image input, which is not supported; use a text model"
         raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
     if config.vocab_size != model.vocab_size:
-        message = f"the draft model's vocabulary has {config.vocab_size} tokens, and the model's {model.vocab_size}"
-        raise invalid("speculative_config", message)
+        message = f"the draft model has {config.vocab_size} tokens in its vocabulary, but must have {model.vocab_size}"
+        raise invalid("speculative_config", f"{message} like the served model; use another draft model")
     length = min(options.max_model_len or model.max_model_len, model.max_model_len)
     if (longest := config.max_model_len) < length:
         message = f"is {length}, and the draft model {folder} has a context of {longest} tokens: give at most {longest}"

@@ -20,8 +20,8 @@ from .row import Position
 def process_logits(
     logits: Tensor, positions: Sequence[Position], grammar_bitmask: np.ndarray | None = None, ops: Ops = reference
 ) -> Tensor:
-    """Apply penalties, biases, excluded tokens, grammar bitmask and decoding rules. Temperature and truncation follow
-    later.
+    """Apply penalties, biases, excluded tokens, grammar bitmask and decoding rules. Temperature and truncation (top-k,
+    top-p, min-p) are applied later.
 
     Args:
         logits, positions, grammar_bitmask, ops: see ``sample``.
@@ -56,7 +56,7 @@ def process_logits(
 
 
 Entries = tuple[np.ndarray, np.ndarray | float]
-"""Tokens whose logits change in a row, int64, and a value for each or one for all."""
+"""Token ids whose logits change in a row, ``[tokens]`` int64, and their values, ``[tokens]`` or one float for all."""
 
 
 def _allowed_token_ids(position: Position, vocabulary: int) -> Entries:
@@ -64,7 +64,7 @@ def _allowed_token_ids(position: Position, vocabulary: int) -> Entries:
 
 
 def _bad_words(position: Position, vocabulary: int) -> Entries:
-    """The last token of each bad word whose preceding tokens were just generated."""
+    """Exclusion of the last token of each bad word, if the other tokens of the word are the last output tokens."""
 
     def has_begun(beginning: list[int]) -> bool:
         end = position.row.tokens[position.length - len(beginning) : position.length]
@@ -88,7 +88,7 @@ def _repetition(position: Position, vocabulary: int) -> Entries:
 
 
 def _frequency_and_presence(position: Position, vocabulary: int) -> Entries:
-    """OpenAI's frequency and presence penalties, over the output."""
+    """OpenAI's frequency and presence penalties of output tokens, as negative values to add to their logits."""
     params, counts = position.params, position.counts
     frequencies = np.float32(params.frequency_penalty) * counts.output_counts.astype(np.float32)
     return counts.output_ids, -(frequencies + np.float32(params.presence_penalty))
@@ -105,7 +105,7 @@ def _exclude_others(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, va
 
 
 def _exclude(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
-    logits[row, token] = value  # a tensor: assigning a Python number would synchronize with the device
+    logits[row, token] = value  # assigning a Python number instead would synchronize with the device
 
 
 def _add(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
@@ -113,8 +113,8 @@ def _add(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor
 
 
 def _penalize(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
-    """The repetition penalty of Keskar et al., 2019: positive logits of tokens in prompt and output are divided by it,
-    negative ones multiplied."""
+    """Apply the repetition penalty of Keskar et al., 2019, to tokens of prompt and output: divide positive logits by
+    the penalty, and multiply negative logits by it."""
     before = logits[row, token]
     logits[row, token] = torch.where(before > 0, before / value, before * value)
 
@@ -127,7 +127,7 @@ class LogitsProcessor(NamedTuple):
     entries: Callable[[Position, int], Entries]
     """Returns the tokens of a position whose logits change. The second argument is the vocabulary size."""
     apply: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    """Changes logits in place. Arguments: logits, rows that need it, and row, token and value of each entry."""
+    """Changes logits in place. Arguments: logits, rows that need the processor, and row, token and value of entries."""
 
 
 LOGITS_PROCESSORS = (
@@ -138,9 +138,9 @@ LOGITS_PROCESSORS = (
     LogitsProcessor(lambda p: p.repetition_penalty != 1, _repetition, _penalize),
     LogitsProcessor(lambda p: p.frequency_penalty != 0 or p.presence_penalty != 0, _frequency_and_presence, _add),
 )
-"""Logits processors in order of application."""
+"""All logits processors, in the order in which they are applied."""
 
 
 def adjusts_logits(params: SamplingParams) -> bool:
-    """True if the parameters need a logits processor, so that the argmax may differ from that of the model's logits."""
+    """True if the parameters need a logits processor: greedy sampling may then not choose the model's argmax."""
     return any(processor.needed(params) for processor in LOGITS_PROCESSORS)

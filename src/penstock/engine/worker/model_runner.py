@@ -24,11 +24,11 @@ from .row import Position
 from .sampler import NON_FINITE_LOGITS, NOTHING_ALLOWED, PendingSamples, logprobs, sample
 
 TOKENS_AT_ONCE = 256
-"""Number of prompt tokens whose logits are computed together. With a large vocabulary, one token's take a megabyte."""
+"""Number of prompt tokens for which logits are computed together. The logits of one token may take a megabyte."""
 
 
 class CapturedModel(NamedTuple):
-    """A model, and its forward passes captured over a runner's KV cache (None without a cache)."""
+    """A model, and its forward passes captured over the KV cache of a runner; None while no cache is allocated."""
 
     model: Model
     forward: ForwardFn | None
@@ -40,7 +40,7 @@ class ModelRunner:
 
     Args:
         ops: the kernels.
-        specs: KV cache of each layer.
+        specs: format of the KV cache of each layer.
         max_tokens: maximum number of tokens per step.
         max_rows: maximum number of sequences per step.
         max_len: maximum number of tokens per sequence.
@@ -79,7 +79,7 @@ class ModelRunner:
         self._progress: Tensor | None = None
         self._forward: ForwardFn | None = None
         self._forward_lora: ForwardFn | None = None
-        """Forward pass of steps with adapters."""
+        """Forward pass of steps with LoRA adapters."""
         self.has_expert_lora = False
         """True if an adapter targets experts, which captured forward passes do not support."""
 
@@ -97,7 +97,7 @@ class ModelRunner:
             host_blocks: number of blocks in host memory.
             export: part of the transfer buffer for each layer of this pipeline stage, all with the same ``progress``;
                 empty without KV transfers.
-            graph_sizes: replaces the runner's; None: use the runner's.
+            graph_sizes: see ``capture``.
         """
         self.free()
         self.cache = self.ops.new_kv_cache(self._specs, blocks, self.device)
@@ -115,8 +115,8 @@ class ModelRunner:
         """Capture the forward pass of a model over the KV cache, if it is allocated.
 
         Args:
-            model: the runner's model, or one that differs only in its weights.
-            graph_sizes: replaces the runner's; None: use the runner's.
+            model: the runner's model, or a model that differs only in its weights.
+            graph_sizes: numbers of sequences for which CUDA graphs are captured; None: those of the constructor.
         """
         if not self.cache:
             return CapturedModel(model, None, None)
@@ -145,7 +145,7 @@ class ModelRunner:
         return CapturedModel(model, forward, capture(run, replace(options, use_lora=True)) if self._lora else forward)
 
     def use(self, captured: CapturedModel) -> None:
-        """Replace the model."""
+        """Replace the model and its captured forward passes."""
         self._model, self._forward, self._forward_lora = captured
 
     @property
@@ -155,13 +155,13 @@ class ModelRunner:
 
     @property
     def model(self) -> Model:
-        """The current model. It must not have been dropped."""
+        """The current model. Must not be read after ``drop_model``."""
         assert self._model is not None, "the weights were dropped"
         return self._model
 
     @property
     def has_model(self) -> bool:
-        """False after ``drop_model``."""
+        """True unless the model was dropped (``drop_model``)."""
         return self._model is not None
 
     def drop_model(self) -> None:
@@ -170,15 +170,15 @@ class ModelRunner:
 
     @property
     def block_bytes(self) -> int:
-        """Size of a KV block, all layers together, bytes."""
+        """Size of a KV block of all layers together, bytes."""
         return bytes_per_block(self._specs)
 
     def activation_bytes(self) -> int:
-        """Size of the activations and logits of the largest step, bytes. On CPUs the size of the captured forward
-        pass's buffers, on GPUs measured in a forward pass."""
+        """Size of the activations and logits of the largest step, bytes. On CPUs, activations are the buffers of the
+        captured forward pass; on GPUs, they are measured in a forward pass."""
         tokens, rows, config, layers = self._max_tokens, self._max_rows, self.model.config, self.model.layers
-        has_logits = layers.stop == config.num_layers and not config.encoder  # below: float32 logits and probabilities
-        logits = 2 * 4 * rows * config.vocab_size if has_logits else 0
+        has_logits = layers.stop == config.num_layers and not config.encoder
+        logits = 2 * 4 * rows * config.vocab_size if has_logits else 0  # logits and probabilities in float32
         if self.device.type == "cpu":
             self.init_cache(1, 0)
             return getattr(self._forward, "buffer_bytes", 0) + logits
@@ -186,7 +186,7 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
         self.init_cache(blocks, 0, graph_sizes=())
         without = torch.cuda.memory_reserved(self.device)
-        self.init_cache(blocks, 0, graph_sizes=self._graph_sizes[-1:])  # other graphs share the largest one's memory
+        self.init_cache(blocks, 0, graph_sizes=self._graph_sizes[-1:])  # smaller graphs share the largest one's memory
         graphs = max(torch.cuda.memory_reserved(self.device) - without, 0)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -204,7 +204,11 @@ class ModelRunner:
         return activations + graphs + logits
 
     def move_blocks(self, swap_out: np.ndarray, swap_in: np.ndarray, copies: np.ndarray) -> None:
-        """Copy blocks to host memory, from it, and within the cache. Arguments are fields of ``RowUpdates``."""
+        """Copy blocks from the cache to host memory, from host memory to the cache, and within the cache.
+
+        Args:
+            swap_out, swap_in, copies: see ``RowUpdates``.
+        """
         for source, target, pairs in (
             (self.cache, self._host, swap_out),
             (self._host, self.cache, swap_in),
@@ -213,7 +217,7 @@ class ModelRunner:
             self.ops.copy_blocks(source, target, [(a, b) for a, b in pairs.reshape(-1, 2).tolist()])
 
     def copy_slots(self, sources: np.ndarray, targets: np.ndarray, layers: slice = slice(None)) -> None:
-        """Copy keys and values within the cache of some layers. ``sources`` and ``targets`` are slots, ``[copies]``
+        """Copy keys and values within the caches of ``layers``. ``sources`` and ``targets`` are slots, ``[copies]``
         int64 (see ``ops.copy_slots``)."""
         if not len(sources):
             return
@@ -223,8 +227,8 @@ class ModelRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """Run the forward pass. Returns the last hidden states of the tokens in ``batch.logits_indices``, ``[tokens,
-        hidden]``. Each layer copies keys and values of tokens with ``batch.export_places`` to the transfer buffer, if
-        ``init_cache`` was given one."""
+        hidden]``. If there is a transfer buffer, each layer copies the keys and values of tokens with
+        ``batch.export_places`` to it."""
         if self._progress is not None and batch.export_places is not None:
             self._progress.fill_(batch.export_step << PROGRESS_BITS)
         forward = self._forward if batch.lora_slots is None else self._forward_lora
@@ -234,7 +238,7 @@ class ModelRunner:
         return forward(batch)
 
     def keep_sampled(self, token_ids: Tensor) -> None:
-        """Store sampled tokens, ``[rows]`` int64, on the device. The next step's batch may refer to them
+        """Store sampled tokens, ``[rows]`` int64, on the device. The batch of the next step may refer to them
         (``Batch.token_ids``)."""
         assert self._sampled is not None
         self._sampled[: len(token_ids)].copy_(token_ids)
@@ -252,7 +256,7 @@ class ModelRunner:
         Args:
             hidden: last hidden state before each position, ``[positions, hidden]``.
             grammar_bitmask: see ``sampler.sample``.
-            head: language model head; None: the model's own.
+            head: language model head; None: the head of the model.
         """
         head = head or self.model
         if all([position.is_plain_greedy for position in positions]):
@@ -282,14 +286,14 @@ class ModelRunner:
     def sample_and_rank(
         self, hidden: Tensor, positions: Sequence[Position], count: int, head: LanguageModelHead
     ) -> tuple[list[SampledTokens], list[list[int]]]:
-        """Like ``sample``, and return also the ``count`` likeliest tokens at each position by the head's unadjusted
-        logits, the likeliest first."""
+        """Sample like ``sample``. Also returns the ``count`` most likely tokens at each position by the unadjusted
+        logits of the head, the most likely token first."""
         logits = head.logits(hidden)
         likeliest = self.ops.topk(logits, min(count, logits.shape[1]))[1].tolist()
         return sample(logits, positions, None, self.ops).result(), likeliest
 
     def _argmax(self, hidden: Tensor, grammar_bitmask: np.ndarray | None, head: LanguageModelHead) -> PendingSamples:
-        """Sample the argmax without storing logits."""
+        """Take the argmax at each position without storing logits. The grammar bitmask is applied."""
         bitmask = None if grammar_bitmask is None else to_device(grammar_bitmask, self.device)
         token_ids = head.argmax(hidden, bitmask)
         finite, sampled = HostCopy(_finite(hidden)), HostCopy(token_ids)
@@ -306,12 +310,12 @@ class ModelRunner:
         return PendingSamples(token_ids, finish)
 
     def prompt_logprobs(self, hidden: Tensor, token_ids: np.ndarray, alternatives: int) -> list[list[Logprob]]:
-        """Logprobs of prompt tokens.
+        """Log probabilities of prompt tokens: a list for each token, which begins with the token.
 
         Args:
             hidden: last hidden state before each token, ``[tokens, hidden]``.
             token_ids: the tokens, ``[tokens]`` int32.
-            alternatives: number of likeliest tokens to list with each token.
+            alternatives: number of most likely tokens to list after each prompt token.
         """
         listed = []
         for start in range(0, len(token_ids), TOKENS_AT_ONCE):
@@ -329,13 +333,14 @@ class ModelRunner:
 
 def _finite(hidden: Tensor) -> Tensor:
     """True for each row whose values are all finite, ``[rows]`` bool."""
-    if hidden.device.type == "cpu" and math.isfinite(hidden.sum(dtype=torch.float32).item()):  # the usual case
+    # A finite sum, the usual case, proves that all values are finite.
+    if hidden.device.type == "cpu" and math.isfinite(hidden.sum(dtype=torch.float32).item()):
         return torch.ones(len(hidden), dtype=torch.bool)
-    return (hidden * 0).sum(-1) == 0  # fewer kernel launches than isfinite
+    return (hidden * 0).sum(-1) == 0  # this takes fewer kernel launches than isfinite
 
 
 def _one_row(tokens: int, blocks: int, num_states: int) -> Batch:
-    """A batch of one sequence of ``tokens`` tokens that needs the last ``num_states`` hidden states."""
+    """Batch of one sequence with ``tokens`` tokens, whose last ``num_states`` hidden states are returned."""
 
     def tensor(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Weight updates of a running worker: new weights are loaded next to those in use, then swapped in or dropped."""
+"""Weight updates of a running worker: new weights are loaded while the old ones are in use, then swapped or dropped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .model_runner import CapturedModel, ModelRunner
 logger = logging.getLogger(__name__)
 
 SPARE_BYTES = 2**26
-"""Bytes that must stay free next to both copies of the weights, for packing a matrix and for buffers."""
+"""Bytes that must remain free while both copies of the weights are in memory, for packing a matrix and for buffers."""
 
 
 class ModelSwap:
@@ -27,7 +27,7 @@ class ModelSwap:
 
     Args:
         runner: runner of the served model.
-        reload: builds the model from a folder; None: from its original one.
+        reload: builds the model with the weights of a folder (``LoadedModels.reload``).
         weight_bytes: size of this rank's weights, bytes.
         local_ranks: number of ranks that share this machine's memory.
     """
@@ -47,12 +47,12 @@ class ModelSwap:
         self._local_ranks = local_ranks
         self._loaded: Model | None = None
         self._before: CapturedModel | None = None
-        """The model before the swap; None if there was no swap or no model."""
+        """Model before the swap; None without a swap, or if the model was dropped before it."""
         self._swapped = False
         self._lora_layers: dict[str, LoRALayer] = {
             name: target.layer for name, target in runner.model.lora_targets.items() if target
         }
-        """Layers whose adapter slots all models share."""
+        """Layers with LoRA adapters. New models share the adapter slots of these layers."""
 
     def check_memory(self) -> None:
         """Raise ``PenstockError`` (``unsupported``) if there is no memory for a second copy of the weights."""
@@ -65,12 +65,13 @@ class ModelSwap:
             message = (
                 f"no memory for a second copy of the weights: it takes {needed / 1e9:.2f} GB, and {where} has "
                 f"{free / 1e9:.2f} GB free. Put the engine to sleep (level 2), which drops the weights in use, then "
-                "load the others and wake it up; or give the KV cache less memory"
+                "load the new weights and wake it up; or give the KV cache less memory"
             )
             raise PenstockError(Code.UNSUPPORTED, message, "path")
 
     def read(self, path: str) -> Model:
-        """Read and pack the weights of a folder. May be called in another thread."""
+        """Read and pack the weights in folder ``path``; empty: the folder of the served model. May be called in another
+        thread."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         with torch.inference_mode():
@@ -109,7 +110,7 @@ class ModelSwap:
         return_memory()
 
     def drop(self) -> None:
-        """Drop the current model."""
+        """Drop the current model to free the memory of its weights."""
         self._runner.drop_model()
 
 

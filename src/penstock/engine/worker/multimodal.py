@@ -1,4 +1,4 @@
-"""Inputs of a step with images: embeddings with image features, and positions."""
+"""Inputs of a step for models with image input: embeddings that contain image features, and positions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from .input_batch import InputBatch
 
 
 class ImageFeatures:
-    """Features of encoded images, as managed by the scheduler (``EncoderCache``), and the batch inputs built from them.
+    """Features of encoded images, and the batch inputs built from them. The scheduler decides which images are encoded
+    and evicted (``EncoderCache``).
 
-    Each image is encoded separately, so its features do not depend on others.
+    Each image is encoded separately, so its features do not depend on other images.
 
     Args:
         batch: the worker's rows.
@@ -26,10 +27,10 @@ class ImageFeatures:
         self._batch = batch
         self._features: dict[bytes, Tensor] = {}
         self._num_deepstack = 0
-        """Number of leading tokens of ``VisionTower.deepstack`` that may be non-zero."""
+        """Number of leading tokens of ``VisionTower.deepstack`` that may hold features of the last step."""
 
     def update(self, model: Model, step: StepInput) -> None:
-        """Drop the step's evicted images, and encode its new ones."""
+        """Drop the features of evicted images, and encode new images, as listed in the step."""
         for content_hash in step.evicted_images:
             self._features.pop(content_hash, None)
         if not step.encoded_images:
@@ -43,8 +44,8 @@ class ImageFeatures:
         self._features.clear()
 
     def prepare(self, model: Model, batch: Batch, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """Set inputs of a batch: embeddings of its tokens, with image features for placeholders; rows of the rotary
-        table; and end of the visible keys of each token, for bidirectional attention within images.
+        """Set inputs of a batch: embeddings of its tokens, with image features in place of placeholders; positions; and
+        the end of the visible keys of each token, for bidirectional attention within images.
 
         Args:
             rows, starts, lengths: items of the batch, ``[items]`` (see ``InputBatch.flatten``).

@@ -22,7 +22,7 @@ class PendingStep:
         self._error: Exception | None = None
 
     def complete(self) -> None:
-        """Wait for the step. ``result`` raises its error."""
+        """Wait for the step. Does not raise its error: ``result`` does."""
         if not self._finish:
             return
         finish, self._finish = self._finish, None

@@ -1,7 +1,7 @@
 """Philox4x32-10, a counter-based random number generator (Salmon et al., 2011).
 
-The key is the request's seed; the counter consists of position, sequence and stream. So a request draws the same
-numbers in any batch, and if a token is recomputed.
+The key is the request's seed; the counter consists of position, sequence and stream. So the random numbers of a request
+do not depend on the batch, and do not change if a token is recomputed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ HALF = np.uint64(32)
 
 
 def philox(key: NDArray[np.uint32], counter: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Random bits, ``[draws, 4]`` uint32.
+    """Random bits, ``[draws, 4]`` uint32, for each pair of key and counter.
 
     Args:
-        key: ``[draws, 2]``.
-        counter: ``[draws, 4]``.
+        key: ``[draws, 2]`` uint32.
+        counter: ``[draws, 4]`` uint32.
     """
     key, state = key.copy(), counter.astype(np.uint64)
     for _ in range(ROUNDS):
@@ -40,10 +40,10 @@ def uniform(
     """Uniform random numbers in [0, 1) of 53 random bits each, ``[draws]``.
 
     Args:
-        seeds: seed of each draw's request, ``[draws]``.
+        seeds: seed of the request of each draw, ``[draws]``.
         positions: position of the sampled token in its sequence, ``[draws]``.
         sequences: index of the sequence in its request, ``[draws]``.
-        stream: distinguishes independent uses of random numbers at the same position.
+        stream: number of an independent stream, for several random numbers at the same position.
     """
     key = np.stack((seeds & LOW, seeds >> HALF), 1).astype(np.uint32)
     counter = np.zeros((len(seeds), 4), np.uint32)

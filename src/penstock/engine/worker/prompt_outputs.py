@@ -1,4 +1,4 @@
-"""Outputs of prompts: log probabilities and logits of their tokens, and pooled hidden states."""
+"""Outputs for prompts: log probabilities and logits of prompt tokens, and pooled hidden states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .row import Row
 
 
 class PromptOutputs:
-    """Computes the outputs of prompts from hidden states.
+    """Computes outputs for prompts from hidden states.
 
     Args:
         runner: runner of the model.
@@ -26,10 +26,11 @@ class PromptOutputs:
         self._batch = batch
 
     def count_states(self, step: StepInput, num_states: np.ndarray) -> dict[int, int]:
-        """Number of trailing hidden states needed for prompt outputs, by item. Items without prompt outputs are absent.
+        """Number of hidden states needed for prompt outputs, by item. Items without prompt outputs are absent.
 
         Args:
-            num_states: number of trailing hidden states needed otherwise, ``[items]``; raised if more are needed.
+            num_states: number of trailing hidden states of each item needed for sampling, ``[items]``. Overwritten
+                with the returned numbers.
         """
         needed: dict[int, int] = {}
         for i in np.flatnonzero(self._batch.prompt_outputs[step.rows]).tolist():
@@ -65,11 +66,11 @@ class PromptOutputs:
             output.context_logits[item] = b"".join(self._runner.logits_bytes(hidden[:count]))
 
     def _pool(self, row: Row, hidden: Tensor) -> np.ndarray:
-        """Hidden states to pool of a row, or its head's output for them, float32."""
+        """Hidden states for pooling, or the output of the row's head for them, ``[states, size]`` float32."""
         model = self._runner.model
         if not row.head and not row.pooling_token_ids:
             return hidden.to("cpu", torch.float32, copy=True).numpy()
-        if row.pooling == "mean":  # one step computes the whole prompt
+        if row.pooling == "mean":  # ``hidden`` covers the whole prompt, as one step computes it
             mean = sum_states(hidden.to("cpu", torch.float32).numpy()) / len(hidden)
             hidden = torch.from_numpy(np.asarray(mean)[None]).to(hidden.device, torch.float32)
         if row.head:

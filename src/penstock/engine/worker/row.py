@@ -14,12 +14,12 @@ from .token_counts import TokenCounts
 
 
 class Row:
-    """A running sequence. Fields without a description are those of ``NewRow``.
+    """A running sequence. Attributes without a description are the fields of ``NewRow`` with the same name.
 
     Args:
         new: message that starts the row.
-        tokens: the row's view of ``InputBatch.tokens``, ``[max_len + 1]`` int32. The batch writes to it; the row does
-            not know how many tokens are set.
+        tokens: the row's view of ``InputBatch.tokens``, ``[max_len + 1]`` int32. The batch writes tokens to it; the row
+            does not know their number.
         adjusts_logits: True if the sampling parameters need a logits processor.
     """
 
@@ -43,14 +43,14 @@ class Row:
         """Token counts for penalties; None until the first use of ``Position.counts``."""
         self._takes_argmax = not (self.rules or self.num_candidates or adjusts_logits)
         self.is_plain_greedy = self._takes_argmax and _needs_token_alone(self.params)
-        """True if the next token is the argmax of the unadjusted logits, and only the token is returned."""
+        """True if the next token is the argmax of the unadjusted logits, and no logprobs or logits are returned."""
 
     def fork(self, index: int, tokens: np.ndarray) -> Row:
-        """The row of another sequence of the same request, without prompt logprobs and context logits.
+        """Create the row of another sequence of the same request, without prompt logprobs and context logits.
 
         Args:
-            index: index of the sequence in its request.
-            tokens: the new row's tokens in the batch, a copy of this row's.
+            index: index of the new sequence in the request.
+            tokens: tokens of the new row in the batch, equal to the tokens of this row.
         """
         child = Row.__new__(Row)
         child.__dict__ |= self.__dict__
@@ -59,8 +59,8 @@ class Row:
         return child
 
     def num_prompt_logprobs(self, start: int, length: int) -> int:
-        """Number of prompt logprobs returned by a step that computes ``length`` tokens from ``start`` on. The first
-        belongs to prompt token ``start + 1``."""
+        """Number of prompt logprobs returned by a step that computes ``length`` tokens from ``start`` on. The first one
+        is that of prompt token ``start + 1``."""
         if self.prompt_logprobs is None:
             return 0
         return max(min(length, self.prompt_length - 1 - start), 0)
@@ -76,16 +76,16 @@ class Row:
 
     @property
     def needs_token_values(self) -> bool:
-        """``SamplingParams.needs_token_values``."""
+        """True if sampling needs the ids of all previous tokens, for bad words or penalties."""
         return self.params.needs_token_values
 
     def position(self, length: int) -> Position:
-        """The position after the first ``length`` tokens."""
+        """Position after the first ``length`` tokens."""
         return Position(self, length, self.params, self.is_plain_greedy)
 
     def draft_position(self, length: int) -> Position:
-        """The position after the first ``length`` tokens, for drafting: with the row's sampling parameters, but without
-        logprobs, logits and grammar."""
+        """Position after the first ``length`` tokens, for drafting: the sampling parameters are those of the row, but
+        without logprobs, logits and grammar."""
         params, is_plain_greedy = self._draft_params
         return Position(self, length, params, is_plain_greedy)
 
@@ -102,7 +102,7 @@ class Position(NamedTuple):
     length: int
     params: SamplingParams
     is_plain_greedy: bool
-    """See ``Row.is_plain_greedy``."""
+    """True if the next token is the argmax of the unadjusted logits (see ``Row.is_plain_greedy``)."""
 
     @property
     def num_output_tokens(self) -> int:

@@ -24,19 +24,22 @@ from .logits_processors import process_logits
 from .philox import uniform
 from .row import Position
 
-NON_FINITE_LOGITS = Failure(Code.INTERNAL, "the model's logits of the next token are not finite (NaN or infinity)")
+NON_FINITE_LOGITS = Failure(
+    Code.INTERNAL,
+    "the model's logits of the next token are not finite (NaN or infinity): try dtype bfloat16, and check the weights",
+)
 NOTHING_ALLOWED = Failure(Code.INVALID, NO_TOKEN_ALLOWED)
 ROWS_AT_ONCE = 4
 """Number of rows sampled together on a CPU. The distributions of more rows would not fit into the CPU's caches, and
-their memory would be returned to the system after each step."""
+the allocator would return their memory to the operating system after each step."""
 
 
 class PendingSamples(NamedTuple):
     """Sampled tokens that the device may still be computing."""
 
     token_ids: Tensor
-    """Sampled token of each position, on the device, ``[positions]`` int64. Any token of the vocabulary if sampling
-    failed, and for a beam."""
+    """Sampled token of each position, on the device, ``[positions]`` int64. An arbitrary token of the vocabulary for a
+    position of a beam, or if sampling failed."""
     result: Callable[[], list[SampledTokens]]
     """Waits for the device, and returns the result of each position."""
 
@@ -46,25 +49,26 @@ def sample(
 ) -> PendingSamples:
     """Sample the next token at each position.
 
-    The result depends on the position's logits, tokens, sampling parameters and seed, not on other positions.
+    The result of a position depends on its logits, tokens, sampling parameters and seed, not on other positions.
 
     Args:
         logits: ``[positions, vocabulary]`` float32, not overwritten.
         positions: positions at which tokens are sampled.
-        grammar_bitmask: ``[positions, vocabulary / 32]`` int32, with a bit set for each allowed token; None: all are
-            allowed.
+        grammar_bitmask: ``[positions, vocabulary / 32]`` int32, with a bit set for each allowed token; None: all tokens
+            are allowed.
         ops: the kernels.
 
     Returns:
         A token for each position, or the candidates of a beam, with logprobs and logits if the parameters request them.
-        If no token is allowed (``NOTHING_ALLOWED``) or logits are not finite (``NON_FINITE_LOGITS``), only that
-        failure.
+        If no token is allowed or logits are not finite, the result has only the failure ``NOTHING_ALLOWED`` or
+        ``NON_FINITE_LOGITS``.
     """
     device = logits.device
     adjusted = process_logits(logits, positions, grammar_bitmask, ops)
-    token_ids = adjusted.argmax(-1)  # the index of a NaN if a row has one
+    token_ids = adjusted.argmax(-1)  # argmax returns the index of a NaN if a row has one
     largest = HostCopy(adjusted.gather(-1, token_ids[:, None])[:, 0])
-    unadjusted = HostCopy(logits if device.type == "cpu" else logits.amax(-1, keepdim=True))  # CPU: reduced if needed
+    # The unadjusted logits are used only if ``largest`` is not finite. On a CPU, their maximum is computed only then.
+    unadjusted = HostCopy(logits if device.type == "cpu" else logits.amax(-1, keepdim=True))
     random = [i for i, position in enumerate(positions) if not position.params.greedy]
     columns = random_columns([positions[i] for i in random]) if random else np.zeros((5, 0))
     at_once = ROWS_AT_ONCE if device.type == "cpu" else len(positions)
@@ -90,7 +94,7 @@ def sample(
         def result(i: int, token_id: int, largest: float) -> SampledTokens:
             if not math.isfinite(largest):
                 excluded = largest == EXCLUDED and bool(unadjusted.get()[i].amax().isfinite())
-                if not (excluded and i in of_beams):  # a beam without candidates ends, but other beams continue
+                if not (excluded and i in of_beams):  # a beam without candidates is no failure: other beams continue
                     return SampledTokens([], failure=NOTHING_ALLOWED if excluded else NON_FINITE_LOGITS)
             if i in of_beams:
                 return SampledTokens([], candidates=of_beams[i]())
@@ -106,8 +110,8 @@ def sample(
 def beam_candidates(
     logits: Tensor, index: int, position: Position, grammar_bitmask: np.ndarray | None, ops: Ops
 ) -> Callable[[], Candidates]:
-    """The ``num_candidates`` likeliest next tokens of a beam. As in transformers, logits processors are applied to log
-    probabilities, not to logits.
+    """The ``num_candidates`` most likely next tokens of a beam. As in transformers, logits processors are applied to
+    log probabilities, not to logits.
 
     Args:
         logits, grammar_bitmask, ops: see ``sample``.
@@ -132,7 +136,8 @@ def beam_candidates(
 
 
 def random_columns(positions: Sequence[Position]) -> np.ndarray:
-    """Arguments of ``Ops.sample_random`` after the logits: ``[5, positions]`` float64."""
+    """Arguments of ``Ops.sample_random`` other than the logits, ``[5, positions]`` float64: temperature, top-k, top-p,
+    min-p and a random number."""
     params = [position.params for position in positions]
     random = uniform(
         np.array([row.seed & (2**64 - 1) for row, *_ in positions], np.uint64),
@@ -159,7 +164,7 @@ def logprob_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         if p.temp_scaled_logprobs and not p.greedy:
             row /= p.temperature
         if p.top_p_normalized_logprobs and p.top_p < 1:
-            weights = row.clone().softmax(-1)  # on a GPU, the result's bits depend on the alignment of the row
+            weights = row.clone().softmax(-1)  # a clone is aligned: on a GPU, the bits of softmax depend on alignment
             mass = weights.double()
             truncate(weights, mass, p.top_p * mass.sum().item())
             row.copy_(weights.log())
@@ -174,12 +179,12 @@ def logprobs(
     Args:
         logits: ``[rows, vocabulary]`` float32.
         token_ids: the sampled tokens, ``[rows]`` int64.
-        counts: number of likeliest tokens to list for each row.
+        counts: number of most likely tokens to list for each row.
         ops: the kernels.
 
     Returns:
-        A function that waits for the device, and returns for each row the sampled token, followed by the ``counts``
-        likeliest.
+        A function that waits for the device, and returns for each row the log probability of the sampled token,
+        followed by those of the most likely tokens.
     """
     table = ops.log_softmax(logits)
     sampled = table.gather(-1, token_ids[:, None])

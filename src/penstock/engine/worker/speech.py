@@ -1,4 +1,4 @@
-"""Encoded audio of rows: cross-attention keys and values in a separate KV cache, and timestamps of tokens."""
+"""Encoded audio of rows: cross-attention keys and values in a separate KV cache, and the end times of tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..step import NewRow
 
 
 class _AlignedRow:
-    """A row for which token times are requested."""
+    """State of a row for which token times are requested."""
 
     def __init__(self, alignment: Alignment) -> None:
         self.alignment = alignment
@@ -30,8 +30,8 @@ class _AlignedRow:
 class SpeechStates:
     """The cross-attention KV cache of a speech model, and the token times of rows.
 
-    All audio windows have the same length, so the cache has as many windows as there are rows. A window is written when
-    a sequence starts to run (also after preemption), unless the cache already has the same audio (``AudioInput.key``).
+    All audio windows have the same length, and the cache has one window per row. A window is written when a sequence
+    starts to run (also after preemption), unless the cache already has the same audio (``AudioInput.key``).
 
     Args:
         model: model that encodes the audio.
@@ -55,14 +55,14 @@ class SpeechStates:
         )
         self._cache = ops.new_kv_cache(specs, rows * blocks, torch.device("cpu"))
         self._windows = np.arange(rows)
-        """Window of each row, ``[rows]``. Rows keep their window after they have ended."""
+        """Window of each row, ``[rows]``. A row keeps its window after its sequence has ended."""
         self._keys = {window: b"" for window in range(rows)}
-        """Window → ``AudioInput.key``, the most recently written last."""
+        """Window → ``AudioInput.key``, in the order in which the windows were written."""
         self._aligned: dict[int, _AlignedRow] = {}
-        """Rows for which token times are requested."""
+        """Row number → state, for rows with requested token times."""
 
     def update(self, model: Model, new: Sequence[NewRow]) -> None:
-        """Encode the audio of starting sequences."""
+        """Encode the audio of the sequences that start to run, ``new``."""
         assert isinstance(model, Whisper)
         for row in new:
             self._aligned.pop(row.row, None)
@@ -79,12 +79,12 @@ class SpeechStates:
             self._keys[int(self._windows[row.row])] = row.audio.key
 
     def clear(self) -> None:
-        """Invalidate all cached audio, as the weights may change."""
+        """Invalidate all cached audio, which depends on the weights."""
         self._keys = dict.fromkeys(self._keys, b"")
 
     def _find_window(self, row: int, key: bytes) -> bool:
-        """Assign a window to a row: the one with its audio (returns True), or the least recently written one of those
-        that no other row has (returns False)."""
+        """Assign a window to a row. Returns True if a window already has the row's audio; otherwise assigns the least
+        recently written window that no other row has, and returns False."""
         for window, held in self._keys.items():
             if key and held == key:
                 self._windows[row] = window
@@ -105,7 +105,7 @@ class SpeechStates:
 
         Args:
             rows: row of each item, ``[items]``.
-            query_start_loc: see ``AttentionMetadata``.
+            query_start_loc: index of each item's first token in the batch, ``[items + 1]`` (``AttentionMetadata``).
         """
         tables = self._windows[rows][:, None] * self._window_blocks + np.arange(self._window_blocks)
         lengths = torch.full((len(rows),), self._length, dtype=torch.int32)
@@ -125,8 +125,8 @@ class SpeechStates:
                 aligned.queries.append(torch.stack(heads))
 
     def take_times(self, row: int) -> np.ndarray | None:
-        """Times of a row's tokens (see ``Alignment``), ``[1, tokens]`` float32. Call it once all tokens are computed.
-        None if they are not requested."""
+        """End times of a row's tokens (see ``Alignment``), ``[1, tokens]`` float32; None if they are not requested.
+        Call this once all tokens are computed."""
         aligned = self._aligned.pop(row, None)
         if aligned is None:
             return None

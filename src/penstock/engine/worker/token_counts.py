@@ -1,4 +1,4 @@
-"""Token counts of a row, for penalties. They are updated incrementally: each step counts only new tokens."""
+"""Token counts of a row, for penalties. The counts are updated incrementally: each step counts only new tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class TokenCounts:
-    """Number of occurrences of each token among a row's leading tokens: in prompt and output, and in the output.
+    """Number of occurrences of each token in a row: in prompt and output together, and in the output alone.
 
     Args:
         prompt_length: number of tokens before the output.
@@ -19,14 +19,14 @@ class TokenCounts:
         self._output = _Table()
 
     def copy(self) -> TokenCounts:
-        """A copy, for a beam that continues from this row."""
+        """Copy the counts, for a beam that continues from this row."""
         copy = TokenCounts(self._prompt_length)
         copy._counted, copy._all, copy._output = self._counted.copy(), self._all.copy(), self._output.copy()
         return copy
 
     def rewind(self, length: int) -> None:
-        """Remove all but the first ``length`` tokens from the counts. Required if later tokens were replaced, or were
-        draft tokens."""
+        """Remove all but the first ``length`` tokens from the counts. Required if the tokens after them were replaced,
+        or were draft tokens."""
         while len(self._counted) > length:
             token = self._counted.pop()
             self._all.remove(token)
@@ -86,10 +86,10 @@ class _Table:
         self._data[1, column] += 1
 
     def remove(self, token: int) -> None:
-        """Undo the last ``add``, which added ``token``."""
+        """Undo the last ``add``, whose argument was ``token``."""
         column = self._columns[token]
         self._data[1, column] -= 1
-        if not self._data[1, column]:  # it was added last, so it has the last column
+        if not self._data[1, column]:  # the token was added last, so it has the last column
             del self._columns[token]
 
     @property

@@ -1,4 +1,4 @@
-"""The worker: model, KV cache and rows of one rank. It computes steps, independent of scheduler and requests."""
+"""The worker: model, KV cache and rows of one rank. It computes steps, and does not know scheduler and requests."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ from .speech import SpeechStates
 logger = logging.getLogger(__name__)
 
 MAX_DRAFTER_ERRORS = 8
-"""Number of errors of ``WorkerDrafter.after_step`` after which it is no longer called."""
+"""Number of errors of ``WorkerDrafter.after_step`` after which the worker does not call it anymore."""
 
 
 class Worker:
     """Computes steps.
 
     ``call`` ``LoadModel``, ``ProfileMemory`` and ``InitCache`` once each, in this order, before ``execute``, all in the
-    same thread. Only files of adapters and new weights are read in another thread. All ranks of a group make the same
-    calls. They compute the same, except that each computes its shard of the layers' outputs.
+    same thread. Only files of adapters and new weights are read in another thread. All ranks of a group get the same
+    calls and compute the same, except that each rank computes a shard of the layers' outputs.
 
     Args:
         options: options of the engine.
@@ -94,7 +94,7 @@ class Worker:
         self._group = group
         self._stage = stage
         self._runners: list[ModelRunner] = []
-        """Runners of the model and, if there is one, of the draft model."""
+        """Runner of the model, then of the draft model if the options select one."""
         self._forks: dict[int, list[int]] = defaultdict(list)
         """Rows forked in the current step, by parent row."""
         self._drafter: WorkerDrafter | None = None
@@ -103,21 +103,21 @@ class Worker:
         self.asynchronous = False
         """True if ``submit`` returns before the device has computed the step."""
         self._in_flight: deque[PendingStep] = deque()
-        """Steps that may be incomplete, oldest first. Used if ``asynchronous``."""
+        """Steps that the device may still be computing, oldest first. Empty unless ``asynchronous``."""
         self._num_blocks = (0, 0)
         """Number of KV blocks on the device and in host memory."""
 
     # --- Start ------------------------------------------------------------------------------------------------------
 
     def _load(self, weights: str) -> ModelInfo:
-        """Execute ``LoadModel``."""
+        """Load the models, and create everything that depends on them (``LoadModel``)."""
         options, loaded = self._options, load_models(self._options, self._group, self._stage, weights)
         self._ops, self._device, self._expert_load = loaded.ops, loaded.device, loaded.expert_load
-        rows = options.max_num_seqs + 1  # the last one is for ``probe_step``
+        rows = options.max_num_seqs + 1  # ``probe_step`` uses the last row
         speculative = SpeculativeConfig.read(options.speculative_config)
         tree = speculative.tree if speculative else None
         num_scratch_blocks = tree.scratch_blocks(options.block_size) if tree else 0
-        path_rows = range(rows, rows + num_scratch_blocks)  # each path takes at least one block
+        path_rows = range(rows, rows + num_scratch_blocks)  # one row per block suffices: a path has at least one block
         self._batch = InputBatch(path_rows.stop, loaded.max_model_len, options.block_size)
         self._tree_memory = TreeMemory(self._batch, options.block_size, path_rows, num_scratch_blocks)
         self._drafts = StepDrafts(self._batch, self._tree_memory)
@@ -168,23 +168,23 @@ class Worker:
             self._drafter = DraftModel(self._runners[1], self._batch, size, tokens)
         elif loaded.model.draft_heads:
             self._drafter = HeadDrafter(self._runner, self._batch, tree, self._tree_memory)
-        needs_tokens = self._drafter or self._images  # they use the values of sampled tokens on the host
+        needs_tokens = self._drafter or self._images  # drafter and images need sampled tokens in host memory
         self.asynchronous = loaded.ops.ASYNCHRONOUS and self._stage.size == 1 and not needs_tokens
         return msgspec.structs.replace(loaded.info, drafts=self._drafter is not None, asynchronous=self.asynchronous)
 
     def use_device(self) -> None:
-        """Make the model's GPU the current one of this thread. Needed in threads other than that of ``LoadModel``."""
+        """Select the model's GPU in this thread. Required in threads other than the one that executed ``LoadModel``."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
     def _profile(self) -> MemoryProfile:
-        """Execute ``ProfileMemory``."""
+        """Measure the memory that is free for KV blocks (``ProfileMemory``)."""
         runners = self._runners
         activations = sum(runner.activation_bytes() for runner in runners)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self._device)
-        else:  # weights mapped from a file count as free memory, but every step needs them
+        else:  # the kernel counts weights mapped from a file as free memory, but every step needs them
             total = 0
             free = free_host_bytes() // self._local_ranks - sum(runner.model.mapped_bytes for runner in runners)
         if self._images:
@@ -201,7 +201,7 @@ class Worker:
         )
 
     def _init_cache(self, call: InitCache) -> None:
-        """Execute ``InitCache``."""
+        """Allocate the KV cache, and map memory shared with the engine (``InitCache``)."""
         self._kv_copies.map(call.transfer, call.offload)
         self._num_blocks = call.blocks, call.host_blocks
         self._tree_memory.init_cache(call.blocks)
@@ -209,7 +209,7 @@ class Worker:
 
     def _allocate_cache(self) -> None:
         blocks, host_blocks = self._num_blocks
-        load = self._expert_load.read()  # capturing CUDA graphs computes steps, which must not count
+        load = self._expert_load.read()  # ``init_cache`` computes steps to capture CUDA graphs: restore the counters
         self._runner.init_cache(blocks, host_blocks, self._kv_copies.exports)
         if self._drafter:
             self._drafter.init_cache(blocks)
@@ -217,12 +217,12 @@ class Worker:
 
     @property
     def _local_ranks(self) -> int:
-        """Number of ranks on this machine, including those of other replicas."""
+        """Number of ranks on this machine, including ranks of other replicas."""
         return self._group.size * self._stage.size // self._options.nnodes * self._options.data_parallel_size
 
     def close(self) -> None:
-        """Free the KV caches and captured forward passes. The worker cannot be used afterwards. Weights are freed with
-        this object."""
+        """Free the KV caches and captured forward passes. The worker cannot be used afterwards. Weights are freed when
+        this object is."""
         self._in_flight.clear()
         for runner in self._runners:
             runner.free()
@@ -230,16 +230,16 @@ class Worker:
     # --- Steps ------------------------------------------------------------------------------------------------------
 
     def execute(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> StepOutput:
-        """Compute a step. If it fails on one rank, it fails on all. The output is empty on all stages but the last.
+        """Compute a step. If it fails on one rank, it fails on all ranks. Only the last stage returns output.
 
         Args:
-            grammar_bitmask: see ``Executor.submit``. Awaited after the forward pass.
+            grammar_bitmask: see ``Executor.submit``. The worker waits for it after the forward pass.
         """
         return self.submit(step, grammar_bitmask)()
 
     def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> Callable[[], StepOutput]:
-        """Compute a step, or start it if ``asynchronous``. Arguments are those of ``execute``. Returns a function that
-        waits for the step and returns its output, or raises its error."""
+        """Compute a step, or only start it if ``asynchronous``. See ``execute`` for the arguments. Returns a function
+        that waits for the step and returns its output, or raises its error."""
         try:
             return self._submit(step, grammar_bitmask)
         except Exception as error:
@@ -266,7 +266,7 @@ class Worker:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Context of a computation that fails on all ranks if it fails on one."""
+        """Context of a computation that fails on all ranks if it fails on one rank."""
         try:
             with torch.inference_mode(), self._group.step():
                 yield
@@ -278,8 +278,8 @@ class Worker:
     def _start(
         self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None
     ) -> Callable[[], tuple[StepOutput, VerifiedStep | None]]:
-        """Start a step. Returns a function that waits for its output, and for the input of the drafter (None without a
-        drafter)."""
+        """Start a step. Returns a function that waits for the step, and returns its output and the input of the drafter
+        (None without a drafter)."""
         self.poll()
         self._apply(step.updates)
         if self._images:
@@ -327,8 +327,8 @@ class Worker:
         return finish
 
     def call(self, call: WorkerCall) -> Future[Any]:
-        """Execute a call between two steps. The returned future is done, except for ``LoadLoRA`` and ``LoadWeights``,
-        where ``poll`` completes it once the files have been read."""
+        """Execute a call between two steps. The returned future is done, except for ``LoadLoRA`` and ``LoadWeights``:
+        ``poll`` completes their futures once the files have been read."""
         done: Future[Any] = Future()
         result: Any = None
         match call:
@@ -379,7 +379,7 @@ class Worker:
     # --- Parts of a step --------------------------------------------------------------------------------------------
 
     def _apply(self, updates: RowUpdates) -> None:
-        """Apply updates. Rows come first, as that cannot fail: if moving blocks fails, the rows are up to date."""
+        """Apply updates. Rows are updated first, as this cannot fail, so they are up to date if moving blocks fails."""
         self._forks.clear()
         self._batch.apply(updates)
         for row, parent, _ in updates.forks.reshape(-1, 3).tolist():
@@ -395,8 +395,8 @@ class Worker:
     def _forward(
         self, step: StepInput, num_tokens: np.ndarray, num_states: np.ndarray
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute the step's tokens with this stage's layers. Returns the hidden states of each item's last
-        ``num_states`` tokens (on all stages but the last, the next stage's input), and
+        """Compute the tokens of a step with this stage's layers. Returns the hidden states of the last ``num_states``
+        tokens of each item (on the last stage) or the input of the next stage (on other stages), and
         ``Batch.aux_hidden_states``."""
         first_states = None
         if self._batch.any_prompt_outputs:
@@ -434,11 +434,11 @@ class Worker:
         hidden: Tensor,
         grammar_bitmask: np.ndarray | None,
     ) -> Callable[[], dict[int, SampledTokens]]:
-        """Sample for each row. Returns a function that waits for the tokens, writes them to the batch, and returns them
-        by row, in the order of ``StepOutput.sampled``.
+        """Sample tokens for each row. Returns a function that waits for the tokens, writes them to the batch, and
+        returns them by row, in the order of ``StepOutput.sampled``.
 
         Args:
-            ends: end of each item's hidden states in ``hidden``, ``[items]``.
+            ends: end index of the hidden states of each item in ``hidden``, ``[items]``.
             forks: rows forked in this step, by parent row.
             hidden: trailing hidden states of each item, ``[states, hidden]``.
         """
@@ -493,7 +493,7 @@ class Worker:
     # --- Drafts -----------------------------------------------------------------------------------------------------
 
     def _propose(self, call: Propose) -> list[list[int] | None]:
-        """Execute ``Propose``. An error of the drafter is only logged, as it must not end requests."""
+        """Execute ``Propose``. An error of the drafter is logged and yields no drafts, as it must not end requests."""
         assert self._drafter is not None
         with self._step():
             self._apply(call.updates)
@@ -501,15 +501,15 @@ class Worker:
             with self._step():
                 return self._drafter.propose(call.rows, call.lengths, call.counts, call.trees)
         except Exception:
-            logger.warning("the drafter has failed", exc_info=True)
+            logger.warning("the drafter has failed: %d sequences get no draft", len(call.rows), exc_info=True)
             return [None] * len(call.rows)
-        finally:  # draft tokens do not belong to the row until they are accepted
+        finally:  # remove draft tokens from the counts, as they may not be accepted
             for row, length in zip(call.rows.tolist(), call.lengths.tolist(), strict=True):
                 if counts := self._batch.row(row).counts:
                     counts.rewind(length)
 
     def _after_step(self, step: VerifiedStep) -> None:
-        """Pass a step to the drafter. An error is only logged, as it must not end requests."""
+        """Pass a computed step to the drafter. An error of the drafter is only logged, as it must not end requests."""
         assert self._drafter is not None
         if self._drafter_errors >= MAX_DRAFTER_ERRORS:
             return
@@ -518,12 +518,13 @@ class Worker:
                 self._drafter.after_step(step)
         except Exception:
             self._drafter_errors += 1
-            logger.exception("the drafter has failed after a step (%d times so far)", self._drafter_errors)
+            message = "the drafter could not process a step (error %d of at most %d)"
+            logger.exception(message, self._drafter_errors, MAX_DRAFTER_ERRORS)
 
     # --- Weights and memory ------------------------------------------------------------------------------------------
 
     def _change_weights(self, action: Literal["swap", "commit", "revert"]) -> None:
-        """Execute ``ChangeWeights``."""
+        """Swap weights, or commit or revert a swap, once all steps are complete (``ChangeWeights``)."""
         self._complete_steps()
         if self._speech:
             self._speech.clear()
@@ -538,8 +539,8 @@ class Worker:
             self._drafter.reset()
 
     def _free_memory(self, level: int) -> bool:
-        """Execute ``FreeMemory``. Returns True if the weights were dropped, too. On a CPU, level 1 keeps them, as a
-        copy would be in the same memory."""
+        """Execute ``FreeMemory``. Returns True if the weights were also dropped. On a CPU, level 1 keeps the weights,
+        as a copy would be in the same memory."""
         drops = level > 1 or self._device.type == "cuda"
         self._complete_steps()
         for runner in self._runners:

@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 MAX_WORKERS = 8
 """Number of concurrent connections."""
 PART_BYTES = 2**26
-"""Size of a range request."""
+"""Size of a range request in bytes."""
 JOURNAL_BYTES = 2**23
 """Number of bytes after which a part is synced to disk and recorded in the journal."""
 RETRY_DELAYS = (0.0, 1.0, 2.0, 4.0)
 """Seconds to wait before each retry; reset when bytes arrive."""
 MAX_FILE_ATTEMPTS = 3
-"""How often a file with a wrong hash is fetched again."""
+"""Maximum number of times that a file with a wrong hash is fetched again."""
 MAX_PAUSE = 120.0
-"""Longest wait that a source may ask for, in seconds."""
+"""Longest ``Retry-After`` of a source, in seconds, that is waited for; a longer wait is an error."""
 STOP_TIMEOUT = 2.0
-"""Seconds that other threads get to record their progress when one has failed."""
+"""Seconds to wait, after a thread has failed, until the other threads have recorded their progress."""
 
 
 class Destination(Protocol):
@@ -48,7 +48,7 @@ class Destination(Protocol):
         """True if the complete file exists."""
 
     def partial_path(self, file: RemoteFile) -> Path:
-        """Path of the incomplete file, on the same file system."""
+        """Path of the incomplete file, on the file system of the final path."""
 
     def put(self, file: RemoteFile, downloaded: Path) -> None:
         """Move a complete file, which is synced to disk, to its final path."""
@@ -72,7 +72,8 @@ def fetch(
     """
     try:
         while missing := [file for file in files if not destination.has(file)]:
-            unique = {destination.partial_path(file): file for file in missing}  # files may have the same content
+            # Files with the same content share a path.
+            unique = {destination.partial_path(file): file for file in missing}
             partials = {file: PartialFile(path, file) for path, file in unique.items()}
             check_disk_space(destination.folder, sum(partial.space_needed for partial in partials.values()))
             _Download(source, destination, partials, len(files), progress).run(max_workers)
@@ -96,7 +97,7 @@ def cannot_write(error: OSError, folder: Path) -> PenstockError:
 
 
 class _Download:
-    """Threads of one call of ``fetch``, and their queue of parts.
+    """Threads of one ``fetch`` call, and their queue of parts.
 
     The threads are daemons, so that Ctrl-C ends the program immediately; the next call resumes from the journals.
     """
@@ -128,7 +129,7 @@ class _Download:
         )
 
     def run(self, max_workers: int) -> None:
-        """Returns when all files are complete; raises the first error of a thread."""
+        """Fetch all files; raises the first error of a thread."""
         threads = [threading.Thread(target=self._work, daemon=True) for _ in range(max_workers)]
         for thread in threads:
             thread.start()
@@ -198,7 +199,7 @@ class _Download:
                 self._changed.notify_all()
 
     def _take(self) -> tuple[_FileTransfer, Range] | None:
-        """Next part to fetch; None if none is left."""
+        """Next part to fetch; None: all parts are taken, or a thread has failed."""
         while not self._error:
             with self._changed:
                 if self._parts:
@@ -238,7 +239,7 @@ class _FileTransfer:
         return parts or [(0, 0)]
 
     def run_part(self, part: Range) -> None:
-        """Fetch a part. After the last one, check the file and move it to its final path."""
+        """Fetch a part. After the last part, check the file and move it to its final path."""
         with contextlib.suppress(RangesIgnoredError):  # _complete then fetches the whole file
             self._fetch(*part)
         with self.lock:

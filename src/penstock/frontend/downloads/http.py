@@ -18,7 +18,7 @@ from penstock.version import __version__
 from .remote import InterruptedTransferError, RangesIgnoredError, unavailable
 
 CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 30.0
-"""Seconds to wait for a connection, and for data."""
+"""Timeouts in seconds for connecting, and for each read of data."""
 BLOCK_BYTES = 2**20
 MAX_REDIRECTS = 10
 MAX_SIZE = 2**63 - 1
@@ -28,7 +28,7 @@ MAX_PAUSE = 10**9
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 """Status codes after which a retry may succeed."""
 STALE = (400, 401, 403, 404, 410)
-"""Status codes of expired signed URLs."""
+"""Status codes after which a cached redirect is dropped: its signed URL may have expired."""
 PERMANENT = (httpx2.UnsupportedProtocol, httpx2.TooManyRedirects, httpx2.InvalidURL, httpx2.DecodingError)
 """Errors after which a retry cannot succeed."""
 
@@ -40,8 +40,8 @@ class HTTPRanges:
 
     Args:
         headers: headers for the first URL, and for redirects within its origin.
-        max_connections: number of idle connections to keep.
-        explain: returns the error for a status code after which a retry is useless.
+        max_connections: number of idle connections to keep open.
+        explain: returns the error to raise for a response with a status that makes a retry useless.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class HTTPRanges:
 
     @contextlib.contextmanager
     def open(self, url: str, headers: Mapping[str, str]) -> Iterator[httpx2.Response]:
-        """Context with a streaming response, with any status but those of ``TRANSIENT``.
+        """Context with a streaming response of any status except ``TRANSIENT``.
 
         Raises ``InterruptedTransferError``, also while the body is read; ``PenstockError`` if a retry is useless.
         """
@@ -92,7 +92,7 @@ class HTTPRanges:
 
         Args:
             size: size of the file in bytes; a response with another size is an error.
-            version: ETag of the file; a response with another one is an error. Empty: not checked.
+            version: ETag of the file; a response with another ETag is an error. Empty: not checked.
         """
         with self.open(url, {"Range": f"bytes={start}-{end - 1}"}) as response:
             if not response.is_success:

@@ -50,7 +50,7 @@ class HubCache:
 
     @contextmanager
     def filling(self, listing: Listing) -> Iterator[None]:
-        """Context that locks the model; writes the listing first and deletes leftovers at the end. Raises
+        """Context that locks the model; writes the listing first, and deletes leftover partial files at the end. Raises
         ``OSError``."""
         with locked(self._lock):
             tree = _Tree(TREE_VERSION, {file.path: _entry(file) for file in listing.files})
@@ -98,7 +98,7 @@ class HubCache:
         self._link(self.folder / file.path, self._blob(file))
 
     def name_revision(self, revision: str) -> None:
-        """Record that a branch or tag points to this commit. A read-only cache is not changed."""
+        """Record that a branch or tag points to this commit. Does nothing if the cache is read-only."""
         path = self._model / "refs" / revision
         with suppress(OSError):
             if not path.is_file() or path.read_text(encoding="utf-8") != self._commit:
@@ -117,7 +117,7 @@ class HubCache:
         link.unlink(missing_ok=True)
         try:
             link.symlink_to(os.path.relpath(blob, link.parent))
-        except OSError:  # a file system without links
+        except OSError:  # the file system does not support symbolic links
             blob.replace(link)
 
 
@@ -127,7 +127,7 @@ def model_folder(cache: Path, repository: str) -> Path:
 
 
 def commit_of(cache: Path, repository: str, revision: str) -> str:
-    """Commit of a branch or tag when it was last fetched; empty if it never was."""
+    """Commit that a branch or tag pointed to when it was last fetched; empty: it was never fetched."""
     try:
         return (model_folder(cache, repository) / "refs" / revision).read_text(encoding="utf-8").strip()
     except OSError:

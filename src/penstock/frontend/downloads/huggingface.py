@@ -124,14 +124,14 @@ def resolve_on_hub(
 
     If the hub does not respond or denies access, cached files are used, with a warning.
 
-    Raises ``PenstockError``.
+    Raises ``PenstockError`` if the files can neither be fetched nor found in the cache.
     """
     from huggingface_hub import constants
 
     commit = source.revision if COMMIT.fullmatch(source.revision) else ""
     try:
         if commit and (found := _cached(cache, source.name, commit, selection, require_listing=True)):
-            return found  # a commit never changes
+            return found  # the files of a commit never change
         return fetch_into_cache(source, selection, cache, progress)
     except PenstockError as error:
         commit = commit or commit_of(cache, source.name, source.revision)
@@ -148,7 +148,7 @@ def fetch_into_cache(
 ) -> tuple[Path, list[RemoteFile]]:
     """Fetch the hub's current version of the selected files; returns their folder in the cache, and the files.
 
-    Raises ``PenstockError``.
+    Raises ``PenstockError`` if the files cannot be listed, fetched or written.
     """
     listing = source.list_files()
     files = selection.select(listing.files, source.name)
@@ -170,7 +170,7 @@ def _cached(
     """Snapshot folder and selected files of a commit; None if selected files are missing.
 
     Args:
-        require_listing: do not use snapshots of programs that store no listing.
+        require_listing: ignore snapshots that have no stored file list (from other programs).
     """
     destination = HubCache(cache, repository, commit)
     listing = destination.listing()
@@ -192,5 +192,5 @@ def _unlisted(destination: HubCache, selection: Selection, repository: str) -> t
 
 
 def _hashed(file: RemoteFile) -> bool:
-    """True if a file has a hash, which names its blob."""
+    """True if a file has a hash, the name of its blob in the cache."""
     return bool(re.fullmatch(r"[0-9a-f]{64}", file.sha256) or re.fullmatch(r"[0-9a-f]{40,64}", file.git_sha1))

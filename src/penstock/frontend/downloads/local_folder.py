@@ -26,13 +26,13 @@ class LocalFolder:
 
     @contextmanager
     def filling(self, source: str, listing: Listing, wanted: Sequence[RemoteFile]) -> Iterator[None]:
-        """Context that locks the folder; writes the manifest first and deletes leftovers at the end. Raises
-        ``OSError``, and ``PenstockError`` (``invalid``) if files of another source would be replaced."""
+        """Context that locks the folder; writes the manifest first, and deletes leftover partial files at the end.
+        Raises ``OSError``, and ``PenstockError`` (``invalid``) if files of another source would be replaced."""
         with locked(self.folder / STATE_FOLDER / LOCK):
             self._begin(source, listing, wanted)
             yield
             delete_leftovers(self.folder / STATE_FOLDER / PARTS, {self.partial_path(file) for file in listing.files})
-            with suppress(OSError):  # not empty
+            with suppress(OSError):  # the folder still has partial files
                 (self.folder / STATE_FOLDER / PARTS).rmdir()
 
     def has(self, file: RemoteFile) -> bool:
@@ -60,12 +60,13 @@ class LocalFolder:
         path = self.folder / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.parent.resolve().is_relative_to(self.folder.resolve()):
-            raise invalid("download_dir", f"{path.parent} is a link to a folder outside of {self.folder}")
+            message = f"{path.parent} is a link to a folder outside of {self.folder}: remove the link"
+            raise invalid("download_dir", message)
         downloaded.replace(path)
         self._record(file)
 
     def complete(self, wanted: Sequence[RemoteFile]) -> bool:
-        """True if all of these files were downloaded and not modified since."""
+        """True if all ``wanted`` files were downloaded and not modified since."""
         manifest = read_manifest(self.folder)
         if not manifest:
             return False

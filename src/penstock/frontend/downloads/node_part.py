@@ -20,18 +20,18 @@ from penstock.planning.pipeline import split_layers
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 NEEDED_FIRST = (CONFIG, INDEX)
-"""Files that are needed to select the others."""
+"""Files to fetch first: the weight files are selected by their content."""
 
 
 def stages_of_node(options: EngineOptions) -> set[int]:
-    """Pipeline stages with ranks on the node ``node_rank``. Raises ``PenstockError`` (``invalid``)."""
+    """Pipeline stages with ranks on the node ``node_rank``. Raises ``PenstockError`` as ``check_nodes``."""
     check_nodes(options)
     ranks = ranks_of(options.tensor_parallel_size, options.pipeline_parallel_size, options.nnodes)
     return {rank.stage for rank in ranks if rank.node == options.node_rank}
 
 
 def weight_files_of_node(folder: Path, options: EngineOptions) -> Callable[[str], bool] | None:
-    """Filter for the weight files that a node needs, by path; None: it needs all.
+    """Filter for the paths of the weight files that a node needs; None: it needs all files.
 
     With tensor parallelism alone every node reads a part of every tensor, and needs all files.
 
@@ -58,8 +58,8 @@ def weight_files_of_node(folder: Path, options: EngineOptions) -> Callable[[str]
     def is_needed(name: str) -> bool:
         layer = LAYER.search(name)
         if not layer:
-            return at_an_end  # embedding, final norm and language model head
-        return min(int(layer[1]), size.num_layers - 1) in layers  # layers for multi-token prediction come last
+            return at_an_end  # embedding, final norm and LM head
+        return min(int(layer[1]), size.num_layers - 1) in layers  # MTP layers belong to the last stage
 
     needed = {file for name, file in tensors.items() if is_needed(name)}
     known = set(tensors.values())

@@ -24,7 +24,7 @@ BLOCK_BYTES = 2**22
 MAX_DEPTH = 2
 MAX_FILES = 10_000
 CONNECT_TIMEOUT, READ_TIMEOUT = 10, 30
-"""Seconds."""
+"""Timeouts for S3 in seconds, for connecting and for each read of data."""
 VERSIONS = ("ETag", "etag", "LastModified", "mtime", "updated")
 
 
@@ -32,7 +32,7 @@ class ObjectStore:
     """``Source``: a folder or a GGUF file in a bucket.
 
     Args:
-        endpoint: address of the store; empty: from its environment variable, such as ``AWS_ENDPOINT_URL``.
+        endpoint: address of the store; empty: the value of its environment variable, such as ``AWS_ENDPOINT_URL``.
 
     Raises ``PenstockError`` (``invalid``) if the extra for this store is not installed.
     """
@@ -50,12 +50,13 @@ class ObjectStore:
         try:
             self._files.invalidate_cache()
             found = self._files.find(self._path, maxdepth=MAX_DEPTH, detail=True)
-        except Exception as error:  # every library has its own error classes
+        except Exception as error:  # s3fs, ossfs and gcsfs raise different classes
             raise self._as_penstock_error(error) from error
         if not found:
             raise PenstockError(Code.NOT_FOUND, f"model: {self.name} does not exist: check the address", "model")
         if len(found) > MAX_FILES:
-            raise invalid("model", f"{self.name} has more than {MAX_FILES} files, too many for a model")
+            message = f"{self.name} has {len(found)} files, more than {MAX_FILES}: give the folder of one model"
+            raise invalid("model", message)
         files = [
             RemoteFile(path.removeprefix(f"{self._folder}/"), int(entry["size"] or 0), version=_version(entry))
             for path, entry in found.items()

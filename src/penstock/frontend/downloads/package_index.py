@@ -79,13 +79,13 @@ class PackageIndex:
                     return
 
     def _download(self) -> list[Path]:
-        """Download missing wheels with pip; returns one wheel per requirement, in their order."""
+        """Download missing wheels with pip; returns one wheel per requirement, in the same order."""
         try:
             with locked(self._folder.with_suffix(".lock")):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 before = self._wheels()
                 for paths in before.values():
-                    if len(paths) > 1:  # left by a process that was killed
+                    if len(paths) > 1:  # a killed process has left several wheels
                         _delete(paths)
                 known = {path for paths in before.values() for path in paths if path.exists()}
                 self._run_pip()
@@ -103,7 +103,7 @@ class PackageIndex:
         return found
 
     def _current(self, requirement: str, paths: Sequence[Path], known: set[Path]) -> Path:
-        """The wheel chosen by pip: the new one, or the only one. Others are deleted."""
+        """The wheel chosen by pip: the new wheel, or the only one. Deletes the other wheels."""
         chosen = [path for path in paths if path not in known] or list(paths)
         if len(chosen) != 1:
             raise unavailable(self.name, f"pip has downloaded no wheel of {requirement}", ADVICE)
@@ -111,7 +111,7 @@ class PackageIndex:
         return chosen[0]
 
     def _run_pip(self) -> None:
-        """Raises ``PenstockError``."""
+        """Download the wheels of all requirements with pip. Raises ``PenstockError`` if pip fails."""
         try:
             version = tuple(map(int, re.findall(r"\d+", importlib.metadata.version("pip"))[:2]))
         except importlib.metadata.PackageNotFoundError as error:
@@ -140,7 +140,7 @@ class PackageIndex:
         """Convert pip's standard error to an error.
 
         Args:
-            connection: why an index could not be read; empty if all were.
+            connection: reason why an index could not be read; empty: all indexes were read.
         """
         lines = [line.strip() for line in public_url(messages).splitlines() if line.strip()]
         problems = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
@@ -164,12 +164,13 @@ class PackageIndex:
 
 
 def _follow(lines: IO[str], progress: Progress) -> str:
-    """Show the progress printed by pip, which fetches one file at a time; returns why an index could not be read."""
+    """Show the progress printed by pip, which fetches one file at a time; returns the reason if an index could not be
+    read, otherwise an empty text."""
     before, total, problem = 0, 0, ""
     for line in lines:
         if found := PROGRESS.fullmatch(line):
             current, size = int(found[1]), int(found[2])
-            if before + current < progress.done:  # the next file
+            if before + current < progress.done:  # pip has begun the next file
                 before = total = progress.done
             total = max(total, before + size)
             progress.update(before + current - progress.done, total=total)

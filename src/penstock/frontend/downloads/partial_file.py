@@ -16,7 +16,7 @@ Range = tuple[int, int]
 
 
 class PartialFile:
-    """File whose ranges are written in any order, with a journal file of the ranges written.
+    """File that is written range by range in any order, with a journal file that lists the written ranges.
 
     A range is recorded after its bytes are synced to disk, so that the journal is correct even after a power loss. If
     the journal belongs to another version of the file, both are discarded.
@@ -40,7 +40,7 @@ class PartialFile:
 
     @property
     def space_needed(self) -> int:
-        """Disk space in bytes that the rest of the file will take."""
+        """Disk space in bytes that is still needed to complete the file."""
         try:
             used = self.path.stat().st_blocks * 512
         except OSError:
@@ -106,7 +106,7 @@ def _read_journal(path: Path, header: str) -> list[Range]:
 
 
 def _merged(ranges: Iterable[Range]) -> list[Range]:
-    """Sort ranges and merge overlapping ones."""
+    """Sort ranges, and merge overlapping ranges."""
     result: list[Range] = []
     for start, end in sorted(ranges):
         if result and start <= result[-1][1]:

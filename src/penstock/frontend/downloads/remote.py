@@ -22,12 +22,12 @@ class RemoteFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """File of a source."""
 
     path: str
-    """Relative path, with ``/``."""
+    """Relative path with the separator ``/``."""
     size: int
     """Size in bytes."""
     sha256: str = ""
     git_sha1: str = ""
-    """Git blob hash, the only hash of files on hubs that are not in LFS."""
+    """Git blob hash; hubs list no other hash for files outside of LFS."""
     version: str = ""
     """ETag or modification time, for sources without checksums."""
 
@@ -47,7 +47,7 @@ class RemoteFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass
 class Digest:
-    """Running hash and its expected value."""
+    """Hash computed while a file is read, and its expected value."""
 
     running: Any
     expected: str
@@ -116,7 +116,8 @@ def check_paths(files: Sequence[RemoteFile], source: str) -> None:
         ):
             raise invalid("model", f"{source} lists {file.path[:80]!r}, which is not a valid relative path")
         if file.size < 0 or file.path in paths:
-            raise invalid("model", f"{source} lists {file.path} with a negative size, or twice")
+            problem = "twice" if file.path in paths else f"with the size {file.size}"
+            raise invalid("model", f"{source} lists {file.path} {problem}")
         paths.add(file.path)
     for path in paths:
         if above := next((parent for parent in map(str, PurePosixPath(path).parents) if parent in paths), ""):

@@ -36,9 +36,9 @@ class DownloadOptions:
 
     Args:
         token: hub token; None: ``HF_TOKEN`` or ``MODELSCOPE_API_TOKEN``, or the token stored by ``hf auth login``.
-        endpoint: address of the hub or object store; empty: from its environment variable.
+        endpoint: address of the hub or object store; empty: the value of its environment variable (``HF_ENDPOINT``).
         cache_dir: cache folder; None: Hugging Face's cache for models on its hub, and ``~/.cache/penstock/downloads``
-            for others.
+            for other sources.
         max_workers: number of concurrent connections.
         progress: show a progress bar.
     """
@@ -68,7 +68,7 @@ def resolve_name(name: ModelName, selection: Selection, options: DownloadOptions
         return _model_path(folder, files)
     folder = cache_folder(name, options.cache_dir)
     if name.is_pinned and (files := _cached_files(folder, selection, source.name)):
-        return _model_path(folder, files)  # a version of a package never changes
+        return _model_path(folder, files)  # the files of a package version never change
     try:
         if is_offline():
             raise _offline(f"{source.name} is not completely cached")
@@ -83,7 +83,7 @@ def resolve_name(name: ModelName, selection: Selection, options: DownloadOptions
 
 
 def _cached_files(folder: Path, selection: Selection, source: str) -> list[RemoteFile]:
-    """Selected files in a cache folder; empty if one is missing."""
+    """Selected files in a cache folder; empty if a selected file is missing."""
     manifest = read_manifest(folder)
     files = selection.select(manifest.listing, source) if manifest else []
     return files if LocalFolder(folder).complete(files) else []
@@ -126,7 +126,7 @@ def fetch_into_folder(
 ) -> list[RemoteFile]:
     """Fetch the selected files that the folder lacks, or has in another version; returns all selected files.
 
-    Raises ``PenstockError``.
+    Raises ``PenstockError`` if the files cannot be listed, fetched or written.
     """
     listing = source.list_files()
     files = selection.select(listing.files, source.name)
@@ -140,8 +140,8 @@ def fetch_into_folder(
 
 
 def _check_unchanged(source: Source, before: Listing, files: list[RemoteFile], destination: LocalFolder) -> None:
-    """Raise ``PenstockError`` (``invalid``) if files without checksums changed during the download. These are marked as
-    not downloaded."""
+    """Raise ``PenstockError`` (``invalid``) if files without checksums changed during the download. The changed files
+    are marked as not downloaded."""
     if all(file.digest() for file in files):
         return
     now = {file.path: file.identity for file in source.list_files().files}
@@ -162,7 +162,7 @@ def cache_folder(name: ModelName, cache_dir: Path | None) -> Path:
 
 
 def _model_path(folder: Path, files: list[RemoteFile]) -> Path:
-    """The GGUF file if all files are GGUF, else the folder."""
+    """The first GGUF file if all files are GGUF, otherwise the folder."""
     return folder / files[0].path if files and all(file.path.lower().endswith(".gguf") for file in files) else folder
 
 

@@ -16,7 +16,7 @@ SMALL = ("*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken",
 WEIGHTS = (("*.safetensors",), ("pytorch_model*.bin", "0_*/pytorch_model*.bin"))
 """Patterns of weight formats in order of preference; only the first available format is downloaded."""
 UNNEEDED = ("*/*", "consolidated*", "*.onnx.json", "training_args.bin")
-"""Patterns of copies of the weights for other programs."""
+"""Patterns of files for other programs, such as copies of the weights in subfolders."""
 NEEDED = ("[0-9]_*/*", "additional_chat_templates/*.jinja")
 """Exceptions from ``UNNEEDED``: modules of sentence-transformers, and chat templates."""
 AUXILIARY_GGUF = re.compile(r"(^|[-_./])(mmproj|imatrix)", re.IGNORECASE)
@@ -36,7 +36,7 @@ class Selection:
         exclude: patterns of paths to skip.
         quantization: select the GGUF file of this quantization instead of a checkpoint.
         weights: include weights.
-        weight_filter: returns whether a weight file is needed, by path; None: all are.
+        weight_filter: returns True for the path of a needed weight file; None: all weight files are needed.
     """
 
     include: Sequence[str] = ()
@@ -46,10 +46,10 @@ class Selection:
     weight_filter: Callable[[str], bool] | None = None
 
     def select(self, files: Sequence[RemoteFile], source: str) -> list[RemoteFile]:
-        """Select from a model's files.
+        """Select the files to download from a model's files.
 
-        Raises ``PenstockError`` (``invalid``) if the quantization does not exist, if none is given and there are only
-        GGUF files, or if no file matches the patterns.
+        Raises ``PenstockError`` (``invalid``) if no file has the quantization, if no quantization is given and the only
+        weights are several GGUF models, or if no file matches the patterns.
         """
         if self.quantization:
             return gguf_files(files, self.quantization, source)
@@ -88,9 +88,9 @@ def _only_gguf_model(models: dict[str, list[RemoteFile]], files: Sequence[Remote
 def gguf_files(files: Sequence[RemoteFile], quantization: str, source: str) -> list[RemoteFile]:
     """The GGUF file of a quantization, or all its parts in order.
 
-    If several models match, such as ``x-Q4_K_M.gguf`` and ``x-UD-Q4_K_M.gguf``, the one with the shortest name is used.
+    If several models match, such as ``x-Q4_K_M.gguf`` and ``x-UD-Q4_K_M.gguf``, the shortest name is used.
 
-    Raises ``PenstockError`` (``invalid``) if none matches.
+    Raises ``PenstockError`` (``invalid``) if no file has the quantization, or parts are missing.
     """
     token = re.compile(rf"(^|[-._/]){re.escape(quantization)}(?=[-.])", re.IGNORECASE)
     models = {name: parts for name, parts in _gguf_models(files).items() if token.search(name + ".gguf")}
@@ -99,7 +99,8 @@ def gguf_files(files: Sequence[RemoteFile], quantization: str, source: str) -> l
         raise invalid("model", f"{source} has no GGUF file with the quantization {quantization}; it has {known}")
     parts = models[min(models, key=lambda name: (len(name), name))]
     if (shard := SHARD.search(parts[0].path)) and len(parts) != int(shard[2]):
-        raise invalid("model", f"{source} has {len(parts)} of the {int(shard[2])} parts of {parts[0].path}")
+        problem = f"{source} has {len(parts)} of the {int(shard[2])} parts of {parts[0].path}"
+        raise invalid("model", f"{problem}: use another source")
     return parts
 
 
@@ -110,7 +111,7 @@ def quantizations(files: Sequence[RemoteFile]) -> list[str]:
 
 
 def _gguf_models(files: Sequence[RemoteFile]) -> dict[str, list[RemoteFile]]:
-    """Files of each GGUF model by path without suffix and part number."""
+    """Files of each GGUF model; key: path without suffix and part number."""
     models: dict[str, list[RemoteFile]] = {}
     for file in sorted(files, key=lambda file: file.path):
         if file.path.lower().endswith(".gguf") and not AUXILIARY_GGUF.search(file.path):

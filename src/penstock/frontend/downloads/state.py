@@ -44,7 +44,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Paths of the files that the download of a folder has not completed; empty for other folders."""
+    """Paths of the files that a download into the folder has not completed; empty if the folder is no download."""
     manifest = read_manifest(folder)
     return [path for path in manifest.wanted if path not in manifest.done] if manifest else []
 
@@ -62,7 +62,7 @@ def replace(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Context that holds an exclusive file lock; no lock on file systems without locks. Raises ``OSError``."""
+    """Context that holds an exclusive file lock, if the file system supports locks. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         try:

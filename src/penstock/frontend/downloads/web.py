@@ -47,7 +47,7 @@ ABSENT = (403, 404, 410)
 
 
 class Web:
-    """``Source``: a URL of a folder, of a file of a checkpoint in it (``config.json``, ``model.safetensors`` or
+    """``Source``: the URL of a checkpoint's folder, of a file in that folder (``config.json``, ``model.safetensors`` or
     ``model.safetensors.index.json``), or of a GGUF file.
 
     Raises ``PenstockError`` (``invalid``) for an archive.
@@ -57,7 +57,8 @@ class Web:
         try:
             address = httpx2.URL(name.path)
         except httpx2.InvalidURL as error:
-            raise invalid("model", f"{public_url(name.path)} is not a valid URL ({error})") from error
+            message = f"{public_url(name.path)} is not a valid URL ({error}): write https://host/path"
+            raise invalid("model", message) from error
         self.name = without_secrets(name.path)
         path = address.path
         if path.lower().endswith(ARCHIVES):
@@ -91,7 +92,8 @@ class Web:
         except InterruptedTransferError as error:
             raise unavailable(self.name, error) from error
         except msgspec.ValidationError as error:
-            raise invalid("model", f"{INDEX} of {self.name} is malformed ({error})") from error
+            message = f"{INDEX} of {self.name} is malformed ({error}): correct the file on the server"
+            raise invalid("model", message) from error
         check_paths([RemoteFile(name, 0) for name in names], f"{INDEX} of {self.name}")
         return names
 
@@ -103,7 +105,7 @@ class Web:
         return files
 
     def _present(self, paths: Sequence[str]) -> list[RemoteFile]:
-        """The existing ones of these files."""
+        """Files of ``paths`` that exist on the server."""
         with ThreadPoolExecutor(self._max_workers) as pool:
             return [file for file in pool.map(self._probe, paths) if file]
 
@@ -126,16 +128,17 @@ class Web:
         elif response.status_code not in (200, 206, 416):
             raise unavailable(self.name, status_of(response))
         if size is None:
-            raise invalid("model", f"{self.name} sends {path} without its size, so truncation could not be detected")
+            problem = f"{self.name} sends {path} without its size, so truncation could not be detected"
+            raise invalid("model", f"{problem}: use a server that sends Content-Length")
         version = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
         return RemoteFile(path, size, version=version)
 
 
 def _gguf_parts(file: str) -> list[str]:
-    """Names of all parts of a GGUF file, given the name of one."""
+    """Names of all parts of a GGUF file, given the name of one part."""
     if not (shard := SHARD.search(file)):
         return [file]
     base, total = file[: shard.start()], int(shard[2])
     if total > 1000:
-        raise invalid("model", f"{file} has {total} parts, more than 1000")
+        raise invalid("model", f"{file} has {total} parts; at most 1000 are supported")
     return [f"{base}-{number:05}-of-{shard[2]}.gguf" for number in range(1, total + 1)]

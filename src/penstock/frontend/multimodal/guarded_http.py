@@ -23,7 +23,7 @@ class ForbiddenAddressError(Exception):
 
 
 class FetchError(Exception):
-    """The body cannot be fetched."""
+    """A URL cannot be fetched, or redirects too often."""
 
 
 class GuardedBackend(httpcore2.NetworkBackend):
@@ -76,7 +76,7 @@ def is_public(address: str) -> bool:
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):
         embedded = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo[1] if parsed.teredo else None)
-        if parsed in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
+        if parsed in ipaddress.ip_network("64:ff9b::/96"):  # NAT64 addresses embed IPv4 addresses
             embedded = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
         if embedded is not None:
             return is_public(str(embedded))
@@ -115,7 +115,7 @@ def download(url: str, max_size: int, timeout: float, domains: Collection[str]) 
                     return _read(response, max_size, deadline)
         raise FetchError(f"it redirects more than {MAX_REDIRECTS} times")
     except (httpcore2.TimeoutException, TimeoutError) as error:
-        raise PenstockError(Code.TIMEOUT, "timed out") from error
+        raise PenstockError(Code.TIMEOUT, f"was not received within {timeout:g} seconds") from error
     except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.UnsupportedProtocol) as error:
         raise FetchError(str(error) or type(error).__name__) from error
     except (httpx2.InvalidURL, UnicodeError, ValueError, OSError) as error:
@@ -129,7 +129,7 @@ def _read(response: httpcore2.Response, max_size: int, deadline: float) -> bytes
         parts.append(part)
         size += len(part)
         if size > max_size:
-            raise PenstockError(Code.TOO_LARGE, "too large")
+            raise PenstockError(Code.TOO_LARGE, f"has more than {max_size} bytes")
         if time.monotonic() > deadline:
             raise TimeoutError
     return b"".join(parts)

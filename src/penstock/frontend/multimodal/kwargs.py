@@ -13,25 +13,25 @@ NESTED = ("images_kwargs", "videos_kwargs")
 
 
 def image_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments for images: ``images_kwargs``, and all top-level ones that are not for videos only."""
+    """Arguments for images: ``images_kwargs``, and the top-level arguments except those that apply to videos only."""
     flat = {name: value for name, value in given.items() if name not in (*SAMPLING_KWARGS, *NESTED)}
     return {**flat, **_nested(given, "images_kwargs")}
 
 
 def video_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments for videos: ``videos_kwargs``, and all top-level ones."""
+    """Arguments for videos: ``videos_kwargs``, and all top-level arguments."""
     flat = {name: value for name, value in given.items() if name not in NESTED}
     return {**flat, **_nested(given, "videos_kwargs")}
 
 
 def _nested(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(value := given.get(name) or {}, Mapping):
-        raise invalid("mm_processor_kwargs", f"{name} must be an object")
+        raise invalid("mm_processor_kwargs", f"{name} must be an object, is {value!r:.50}")
     return value
 
 
 def merge_media_kwargs(processor: Mapping[str, Any], media_io: Mapping[str, Any]) -> dict[str, Any]:
-    """Add vLLM's ``media_io_kwargs`` to ``mm_processor_kwargs``: number of video frames to sample, -1 for all.
+    """Add vLLM's ``media_io_kwargs`` to ``mm_processor_kwargs``: ``num_frames`` (-1: all frames) or ``fps`` of videos.
 
     Raises ``PenstockError`` (``invalid``) if ``media_io_kwargs`` are invalid.
     """
@@ -39,7 +39,7 @@ def merge_media_kwargs(processor: Mapping[str, Any], media_io: Mapping[str, Any]
     if unknown := sorted(media_io.keys() - {"video"}):
         raise invalid("media_io_kwargs", f"{unknown[0]!r:.50} is not supported, only video is")
     if not isinstance(video, Mapping) or video.keys() - {"num_frames", "fps"}:
-        raise invalid("media_io_kwargs", "video must be an object with num_frames or fps")
+        raise invalid("media_io_kwargs", f"video must be an object with num_frames or fps, is {video!r:.80}")
     sampling = {name: value for name, value in video.items() if value != -1}
     if video.get("num_frames") == -1 and not sampling:
         sampling = {"do_sample_frames": False}

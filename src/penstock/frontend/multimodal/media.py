@@ -1,4 +1,4 @@
-"""Loader of images and videos from URLs: data URLs, web servers, and local files if allowed."""
+"""Loader of images and videos from data URLs, web servers, and local files (``allowed_local_media_path``)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MediaSource(NamedTuple):
     """Source of an image or a video."""
 
     value: Any
-    """URL; or, in the Python interface, the image or video itself."""
+    """URL; in the Python interface also an image or a video object."""
     field: str
     """Field of the request, for error messages."""
     kind: str = IMAGE
@@ -41,7 +41,7 @@ class MediaLoader:
     """Loads images and videos, within the limits of the options. Loading is slow: call it in a thread.
 
     Args:
-        images, videos: the model's processors; ``videos`` is None if it does not support videos.
+        images, videos: the model's processors; ``videos`` is None if the model does not support videos.
     """
 
     def __init__(self, images: ImageProcessor, videos: VideoProcessor | None, options: ModelOptions) -> None:
@@ -103,12 +103,12 @@ class MediaLoader:
             return self._download(url, field, limit)
         if scheme == "file":
             return self._file(url, field, limit)
-        raise invalid(field, "must be a URL that begins with data:, https: or http:")
+        raise invalid(field, f"must be a URL that begins with data:, https: or http:; it begins with {url[:20]!r}")
 
     def _data(self, url: str, field: str, limit: str) -> bytes:
         head, comma, body = url[5:].partition(",")
         if not comma:
-            raise invalid(field, "has a data URL without a comma before the data")
+            raise invalid(field, "has a data URL without a comma before the data (data:image/png;base64,…)")
         size = self._limit(limit)
         if len(body) > 4 * size:
             raise self._too_large(field, limit)
@@ -165,7 +165,7 @@ class MediaLoader:
 
 @contextmanager
 def _field_in_errors(field: str) -> Iterator[None]:
-    """Context that sets the field of errors to the field of the request."""
+    """Context that replaces the field of an error, such as ``image``, with ``field``."""
     try:
         yield
     except PenstockError as error:

@@ -1,4 +1,4 @@
-"""Placeholder tokens of images and videos: one per item from the chat template, expanded to one per feature."""
+"""Placeholder tokens of images and videos. Chat templates write one per item; it is expanded to one per feature."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Placeholders(msgspec.Struct, frozen=True):
 
     image: int
     video: int = -1
-    """-1 for a model without videos."""
+    """Id of the placeholder of videos; -1: the model does not support videos."""
     start: int = -1
     end: int = -1
-    """Tokens before and after a placeholder."""
+    """Ids of the tokens before and after a video's placeholder; -1: the model does not use them."""
     image_marker: int = -1
-    """Token that chat templates write for an image, if it differs from ``image``."""
+    """Id of the token that chat templates write for an image; -1: ``image``."""
 
     def check(self, token_ids: Sequence[int], num_images: int, num_videos: int) -> None:
-        """Raise ``PenstockError`` (``invalid``) if the number of placeholders differs from that of images or videos."""
+        """Raise ``PenstockError`` (``invalid``) unless the prompt has one placeholder per image and per video."""
         self._check(token_ids, self.image if self.image_marker < 0 else self.image_marker, num_images, num_videos)
 
     def _check(self, token_ids: Sequence[int], image: int, num_images: int, num_videos: int) -> None:
@@ -38,7 +38,8 @@ class Placeholders(msgspec.Struct, frozen=True):
             expected["videos"] = (self.video, num_videos)
         for kind, (placeholder, count) in expected.items():
             if (found := sum(token == placeholder for token in token_ids)) != count:
-                raise invalid(kind, f"the prompt has {found} placeholders for {count} {kind}", found)
+                message = f"the prompt has {found} placeholders for {count} {kind}: write one for each"
+                raise invalid(kind, message, found)
 
     def expand_timestamps(
         self, token_ids: Sequence[int], media: Sequence[Media], encode: Callable[[str], Sequence[int]]
@@ -88,7 +89,7 @@ class Placeholders(msgspec.Struct, frozen=True):
         """Expand each placeholder to one token per feature, after ``expand_timestamps``. Returns the prompt, and the
         images and frames with their offsets.
 
-        Raises ``PenstockError`` (``invalid``) if the number of placeholders differs from that of images and frames.
+        Raises ``PenstockError`` (``invalid``) unless there is one placeholder per image and per placed group of frames.
         """
         images = [each for one in media for each in _images(one)]
         groups = [group for video in _videos(media) for group in _placed_together(video)]
@@ -114,7 +115,7 @@ class Placeholders(msgspec.Struct, frozen=True):
 
 
 def _images(media: Media) -> list[TokenizedImage]:
-    """The images of a medium; none for a video."""
+    """Images of one media item; empty for a video."""
     if isinstance(media, Crops):
         return [TokenizedImage(image) for image in media.images]
     if isinstance(media, ImageInput):
@@ -127,5 +128,5 @@ def _videos(media: Sequence[Media]) -> Iterator[Video]:
 
 
 def _placed_together(video: Video) -> list[Sequence[ImageInput]]:
-    """Frames per placeholder of a video: one if it has timestamps, else all."""
+    """Frames of a video, grouped by placeholder: one frame each with timestamps, otherwise all frames together."""
     return [[frame] for frame in video.frames] if video.timestamps else [video.frames]

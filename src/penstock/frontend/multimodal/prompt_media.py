@@ -22,7 +22,7 @@ from .video_config import read_placeholders, read_video_processor
 
 
 class PromptMedia:
-    """Loads images and videos into a model's prompts, as far as the model supports them.
+    """Loads images and videos into a model's prompts, if the model supports them.
 
     Args:
         folder: folder of the checkpoint.
@@ -35,37 +35,37 @@ class PromptMedia:
         images = read_image_processor(folder, image_kwargs(given), options.max_image_pixels, tokenizer.token_to_id)
         limits = options.max_video_frames, options.max_video_pixels
         self.video_processor = read_video_processor(folder, video_kwargs(given), *limits) if images else None
-        """None for a model without videos."""
+        """Video processor; None: the model does not support videos."""
         self._placeholders = read_placeholders(folder, images, self.video_processor) if images else None
         self._loader = MediaLoader(images, self.video_processor, options) if images else None
         self.sees_images, self.sees_videos = images is not None, self.video_processor is not None
-        """True if prompts may have images, and videos."""
+        """True if prompts may have images, and True if prompts may have videos."""
 
     def check(self, sources: Sequence[MediaSource]) -> None:
-        """Raise ``PenstockError`` if the model does not support such media, or a prompt has too many."""
+        """Raise ``PenstockError`` if the model does not support these media, or the prompt has too many of them."""
         for kind, seen in ((IMAGE, self.sees_images), (VIDEO, self.sees_videos)):
             count = sum(source.kind == kind for source in sources)
             if count and not seen:
                 message = f"{kind}s: are not supported by this model{'' if self.sees_images else ', only text is'}"
                 raise PenstockError(Code.UNSUPPORTED, message, f"{kind}s")
             if count > (maximum := self._options.max_media(kind)):
-                message = f"the prompt has {count}, and at most {maximum} are allowed (limit_mm_per_prompt)"
+                message = f"the prompt has {count} {kind}s, and at most {maximum} are allowed (limit_mm_per_prompt)"
                 raise invalid(f"{kind}s", message, maximum)
 
     def load(self, source: MediaSource, kwargs: Mapping[str, Any] | None = None, num_images: int = 1) -> Media:
-        """Fetch, decode and resize an image or a video; slow. Its offset in the prompt is not set.
+        """Fetch, decode and resize an image or a video; call it in a thread. The offset in the prompt is not set.
 
         Args:
             kwargs: ``mm_processor_kwargs`` of the request.
             num_images: number of images in the prompt.
 
-        Raises ``PenstockError`` if that fails.
+        Raises ``PenstockError`` if it cannot be fetched, is damaged, or exceeds a limit.
         """
         assert self._loader, "call check first"
         return self._loader.load(source, kwargs, num_images)
 
     def check_placeholders(self, token_ids: Sequence[int], sources: Sequence[MediaSource]) -> None:
-        """Raise ``PenstockError`` (``invalid``) if the number of placeholders differs from that of images or videos."""
+        """Raise ``PenstockError`` (``invalid``) unless the prompt has one placeholder per image and per video."""
         assert self._placeholders
         num_videos = sum(source.kind == VIDEO for source in sources)
         self._placeholders.check(token_ids, len(sources) - num_videos, num_videos)
@@ -78,7 +78,7 @@ class PromptMedia:
         Args:
             token_ids: prompt with one placeholder per image and video.
             text: text of the prompt; None if unknown.
-            add_special_tokens: as in the encoding of ``token_ids``.
+            add_special_tokens: value with which ``token_ids`` was encoded.
         """
         placeholders, tokenizer = self._placeholders, self._tokenizer
         assert placeholders

@@ -26,7 +26,7 @@ class TokenizedImage(NamedTuple):
 
 
 class Crops(NamedTuple):
-    """Image that is split into several, or surrounded with text."""
+    """Image that is split into several images, or surrounded with text."""
 
     images: tuple[ImageInput, ...]
     text: str
@@ -38,7 +38,7 @@ class ImageProcessor(ABC):
     """Preprocesses a model's images and defines their tokens."""
 
     placeholder: int
-    """Id of the token of a feature in prompts."""
+    """Id of the token that stands for one image feature in a prompt."""
 
     @property
     def marker(self) -> int:
@@ -71,9 +71,9 @@ class ProcessorFiles(NamedTuple):
     tokenizer: Mapping[str, Any]
     """Content of ``tokenizer_config.json``."""
     token_id: Callable[[str], int | None]
-    """Returns the id of a token, by its name."""
+    """Returns the id of a token, given its text; None: no such token."""
     limit: int
-    """Largest number of pixels of an image."""
+    """Maximum number of pixels of an image."""
 
 
 Reader = Callable[[ProcessorFiles], ImageProcessor]
@@ -83,9 +83,10 @@ and ``PenstockError`` (``unsupported``)."""
 
 def expand_crops(text: str, marker: str, media: Sequence[Any]) -> str:
     """Replace the image markers in a prompt's text with the texts of its images (``Crops``), in order. Raises
-    ``PenstockError`` (``invalid``) if their numbers differ."""
+    ``PenstockError`` (``invalid``) if the numbers of markers and images differ."""
     first, *rest = text.split(marker)
     crops = [one for one in media if isinstance(one, Crops)]
     if len(rest) != len(crops):
-        raise invalid("images", f"the prompt has {len(rest)} placeholders for {len(crops)} images")
+        message = f"the prompt has {len(rest)} placeholders for {len(crops)} images: write one for each"
+        raise invalid("images", message)
     return first + "".join(one.text + part for one, part in zip(crops, rest, strict=True))

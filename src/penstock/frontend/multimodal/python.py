@@ -11,7 +11,7 @@ from .media import IMAGE, VIDEO, MediaSource
 
 
 def python_sources(data: Any) -> list[MediaSource]:
-    """The images and videos of ``multi_modal_data``. Raises ``PenstockError`` (``unsupported``) for anything else."""
+    """Images and videos of ``multi_modal_data``. Raises ``PenstockError`` (``unsupported``) for other kinds of data."""
     if not isinstance(data, Mapping) or (unknown := sorted(data.keys() - {IMAGE, VIDEO})):
         name = unknown[0] if isinstance(data, Mapping) else "this"
         message = f"multi_modal_data: {name} is not supported, only image and video are"

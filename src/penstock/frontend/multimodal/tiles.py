@@ -19,7 +19,7 @@ CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 """Mean and standard deviation of the channels (red, green, blue)."""
 BILINEAR, BICUBIC = 2, 3
-"""Numbers of Pillow's resampling filters."""
+"""Numbers of resampling filters in Pillow."""
 STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 """Preprocessing steps that must not be disabled."""
 Pixel = tuple[float, float, float]
@@ -31,9 +31,9 @@ class Resizing(NamedTuple):
     mean: Pixel
     std: Pixel
     resample: int
-    """Number of Pillow's resampling filter."""
+    """Number of the resampling filter in Pillow."""
     limit: int
-    """Largest total number of pixels of an image's tiles."""
+    """Maximum total number of pixels of the tiles of an image."""
 
     def check(self, tiles: int, height: int, width: int) -> None:
         """Raise ``PenstockError`` (``invalid``) if tiles of this size exceed the limit."""
@@ -76,7 +76,7 @@ def read_resizing(
     colours: tuple[Pixel, Pixel] = CLIP,
     resample: int = BICUBIC,
 ) -> Resizing:
-    """Read the options that all image processors have.
+    """Read the resizing options, which all image processors have.
 
     Args:
         kinds: class names of supported processors, without ``Fast`` or ``Pil``.
@@ -101,7 +101,7 @@ def read_resizing(
     chosen = given.get("resample")
     result = Resizing(mean, std, resample if chosen is None else int(chosen), files.limit)
     if not 0 <= result.resample <= 5 or 0.0 in result.std:
-        raise ValueError("resample or image_std is out of range")
+        raise ValueError(f"resample is {result.resample} (0 to 5 allowed), and image_std {result.std} (not 0)")
     return result
 
 
@@ -113,14 +113,14 @@ def read_edges(size: Any, default: int) -> tuple[int, int]:
     edges = size.get("shortest_edge"), size.get("shortest_edge")
     height, width = (int(size.get(name) or edge) for name, edge in zip(("height", "width"), edges, strict=True))
     if height < 1 or width < 1:
-        raise ValueError(f"size is {dict(size)}")
+        raise ValueError(f"size is {dict(size)}; height and width must be at least 1")
     return height, width
 
 
 def check_kwargs(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raise ``PenstockError`` (``unsupported``) for unknown names in ``mm_processor_kwargs``."""
     if unknown := sorted(kwargs.keys() - set(known)):
-        only = f"only {', '.join(known)} are" if known else "this model's processor has none"
+        only = f"only {', '.join(known)} are" if known else "this model's image processor has no options"
         message = f"mm_processor_kwargs: {unknown[0]!r:.50} is not supported, {only}"
         raise PenstockError(Code.UNSUPPORTED, message, "mm_processor_kwargs")
 
@@ -131,7 +131,8 @@ def read_count(kwargs: Mapping[str, Any], name: str, default: int, largest: int 
     if value is None:
         return default
     if type(value) is not int or not 1 <= value <= largest:
-        raise invalid("mm_processor_kwargs", f"{name} must be an integer from 1 to {largest}", largest)
+        message = f"{name} must be an integer from 1 to {largest}, is {value!r:.50}"
+        raise invalid("mm_processor_kwargs", message, largest)
     return value
 
 

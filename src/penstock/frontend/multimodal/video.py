@@ -39,14 +39,14 @@ class VideoProcessor(msgspec.Struct, frozen=True, kw_only=True):
     ``Qwen3VLVideoProcessor``)."""
 
     placeholder: int
-    """Id of the token of a feature in prompts."""
+    """Id of the token that stands for one video feature in a prompt."""
     edge: int
     """Width and height of a feature in pixels (patch size times merge size)."""
     temporal_patch_size: int
     """Number of frames that share features."""
     min_pixels: int
     max_pixels: int
-    """Limits of the pixels of a resized frame; with ``timestamps`` of all frames together."""
+    """Limits of the number of pixels: of each resized frame, or with ``timestamps`` of all frames together."""
     timestamps: bool
     """True for Qwen3-VL: timestamps are text before the frames, and the first and last frame are always sampled."""
     tokens_per_second: float = 0.0
@@ -59,15 +59,15 @@ class VideoProcessor(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the number of frames sampled with ``fps``."""
     cap_pixels_per_frame: bool = False
     max_video_tokens: int = 0
-    """With ``cap_pixels_per_frame``, limit of features: per frame with ``timestamps``, else per video."""
+    """Maximum number of features with ``cap_pixels_per_frame``: per frame with ``timestamps``, otherwise per video."""
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     resample: int = 3
-    """Number of Pillow's resampling filter; 3: bicubic."""
+    """Number of the resampling filter in Pillow; 3: bicubic."""
     frame_limit: int = 768
-    """Largest number of sampled frames."""
+    """Maximum number of sampled frames (``max_video_frames``)."""
     pixel_limit: int = 2**27
-    """Largest total number of pixels of the resized frames."""
+    """Maximum total number of pixels of the resized frames (``max_video_pixels``)."""
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> VideoProcessor:
         """Apply ``mm_processor_kwargs``. Raises ``PenstockError`` for unknown names and invalid values."""
@@ -79,14 +79,15 @@ class VideoProcessor(msgspec.Struct, frozen=True, kw_only=True):
         changes |= {name: kwargs[name] for name in ("min_frames", "max_frames") if kwargs.get(name) is not None}
         fps, num_frames = kwargs.get("fps"), kwargs.get("num_frames")
         if fps is not None and num_frames is not None:
-            raise invalid("mm_processor_kwargs", "fps and num_frames cannot be combined")
+            raise invalid("mm_processor_kwargs", "fps and num_frames cannot be combined: set one of them")
         if fps is not None or num_frames is not None or kwargs.get("do_sample_frames") is False:
             changes |= {"fps": fps, "num_frames": num_frames}
         whole = [value for name, value in changes.items() if name != "fps" and value is not None]
         if not all(type(value) is int and 1 <= value <= MAX_VALUE for value in whole):
-            raise invalid("mm_processor_kwargs", "numbers of pixels and frames must be integers of at least 1", 1)
+            message = f"numbers of pixels and frames must be integers of at least 1, are {whole!r:.80}"
+            raise invalid("mm_processor_kwargs", message, 1)
         if fps is not None and not (isinstance(fps, int | float) and 0 < fps < math.inf):
-            raise invalid("mm_processor_kwargs", "fps must be more than 0", 0)
+            raise invalid("mm_processor_kwargs", f"fps must be more than 0, is {fps!r:.50}", 0)
         return msgspec.structs.replace(self, **changes)
 
     def sample(self, total: int, fps: float) -> list[int]:
@@ -125,7 +126,7 @@ class VideoProcessor(msgspec.Struct, frozen=True, kw_only=True):
     def resized(self, frame: Image, size: tuple[int, int]) -> bytes:
         """Resize a frame to ``size`` (height, width); returns ``[height, width, 3]`` uint8, RGB.
 
-        Resizes the width first, as PyTorch does; Pillow would resize the height first where that is faster.
+        Resizes the width first, as PyTorch does. Pillow would sometimes resize the height first, which changes pixels.
         """
         height, width = size
         rows = frame.convert("RGB").resize((width, frame.height), self.resample)

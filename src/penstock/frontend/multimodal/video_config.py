@@ -20,7 +20,8 @@ from .video import VideoProcessor
 
 PROCESSORS = ("Qwen2VLVideoProcessor", "Qwen2_5_VLVideoProcessor", "Qwen3VLVideoProcessor")
 FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
-"""Files with the configuration; the first one found is used. Older checkpoints have only the image processor's."""
+"""Files with the configuration; the first existing file is used. Older checkpoints have only the last file, which the
+image processor also reads."""
 FPS = 2.0
 """Default frames per second to sample, as in Qwen's code."""
 
@@ -43,7 +44,8 @@ def read_video_processor(
         return None
     given, timestamps = _read(folder), architecture in QWEN3_VL
     if (kind := given.get("video_processor_type", PROCESSORS[0])) not in PROCESSORS:
-        raise PenstockError(Code.UNSUPPORTED, f"the video processor {kind!r:.50} of {folder} is not supported", "model")
+        message = f"the video processor {kind!r:.50} of {folder} is not supported; supported: {', '.join(PROCESSORS)}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     try:
         vision = config["vision_config"]
         edge = int(given.get("patch_size") or vision.get("patch_size", 16 if timestamps else 14))
@@ -73,14 +75,15 @@ def read_video_processor(
             pixel_limit=pixel_limit,
         )
         if min(processor.edge, processor.temporal_patch_size) < 1 or not 0 <= processor.resample <= 5:
-            raise ValueError("patch_size, merge_size, temporal_patch_size or resample is out of range")
+            sizes = f"patch_size times merge_size is {edge}, temporal_patch_size is {processor.temporal_patch_size}"
+            raise ValueError(f"{sizes} (at least 1 each), resample is {processor.resample} (0 to 5)")
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise invalid("model", f"{CONFIG} or the video processor of {folder} is invalid: {error}") from error
     return processor.with_kwargs(kwargs)
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Configuration of the video processor; empty without a video processor."""
+    """Configuration of the video processor; empty if no file has one."""
     for name in FILES:
         if not (folder / name).is_file():
             continue

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,ogg,mpeg,mpegts,gif,apng"
-"""FFmpeg's names of the supported containers. None can refer to other files, as playlists do."""
+"""FFmpeg's names of the supported containers. Playlists are excluded, since they can refer to other files."""
 TOLERANCE = 0.05
-"""Largest fraction of frames that may be missing at the end; they are replaced with copies of the last frame."""
+"""Largest fraction of frames that may be missing at the end. Copies of the last frame replace missing frames."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """Reply: a failure, or the sampled and resized frames."""
+    """Reply of the decoding process: a failure, or the sampled and resized frames."""
 
     failure: Failure | None = None
     frames: list[bytes] = []
@@ -131,7 +131,7 @@ def _video_stream(container: Any, max_pixels: int) -> Any:
     if (count := stream.width * stream.height) > max_pixels or not count:
         message = f"has frames of {stream.width} x {stream.height} pixels, and at most {max_pixels} are allowed"
         raise invalid("video", f"{message} (max_image_pixels)", max_pixels)
-    stream.codec_context.options = {"max_pixels": str(max_pixels)}  # limits later frames, too
+    stream.codec_context.options = {"max_pixels": str(max_pixels)}  # applies the limit to every frame
     return stream
 
 

@@ -23,11 +23,13 @@ def process_frames(value: Any, processor: VideoProcessor, max_pixels: int) -> Vi
             sampled if ``fps`` is given and ``frames_indices`` is not.
         max_pixels: largest number of pixels of a frame.
 
-    Raises ``PenstockError`` (``invalid``) for anything else, or an exceeded limit.
+    Raises ``PenstockError`` (``invalid``) for a value of another type, or an exceeded limit.
     """
     frames, metadata = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
     if not isinstance(metadata, Mapping) or not hasattr(frames, "__len__") or getattr(frames, "ndim", 4) != 4:
-        raise invalid("video", "must be a uint8 array [frames, height, width, 3], a list of images, or bytes")
+        kind = type(frames).__name__
+        message = f"must be a uint8 array [frames, height, width, 3], a list of images, or bytes, is a {kind}"
+        raise invalid("video", message)
     if not (count := len(frames)):
         raise invalid("video", "has no frames")
     fps, total, indices = _read_metadata(metadata, count)
@@ -52,5 +54,6 @@ def _read_metadata(metadata: Mapping[str, Any], count: int) -> tuple[float, int,
     except (TypeError, ValueError, OverflowError) as error:
         raise invalid("video", f"has invalid metadata: {error}") from error
     if not 0 < fps < math.inf or (indices and (len(indices) != count or not 0 <= min(indices) <= max(indices) < total)):
-        raise invalid("video", "has metadata that do not match its frames")
+        given = f"fps {fps:g}, total_num_frames {total}, {len(indices)} frames_indices for {count} frames"
+        raise invalid("video", f"has metadata that do not match its frames: {given}")
     return fps, total if indices else count, indices

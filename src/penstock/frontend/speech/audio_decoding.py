@@ -17,7 +17,7 @@ from penstock.core.errors import invalid
 from penstock.frontend.isolated_decoding import MAX_MEMORY, decode_isolated, serve_one
 
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,ogg,mp3,wav,flac,aac,aiff,amr,mpeg,mpegts,w64"
-"""FFmpeg's names of the supported containers. None can refer to other files, as playlists do."""
+"""FFmpeg's names of the supported containers. Playlists are excluded, since they can refer to other files."""
 FULL_SCALE = 2**15
 
 
@@ -31,7 +31,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """Reply: a failure, or mono samples, int16."""
+    """Reply of the decoding process: a failure, or mono samples, int16."""
 
     failure: Failure | None = None
     samples: bytes = b""
@@ -42,7 +42,7 @@ def decode_audio(data: bytes, sampling_rate: int, max_seconds: float, timeout: f
 
     Args:
         sampling_rate: samples per second of the result.
-        max_seconds: limit of the duration.
+        max_seconds: limit of the recording's duration in seconds.
         timeout: limit of the decoding time in seconds.
 
     Raises ``PenstockError``: ``invalid`` for an unsupported format, a damaged file, a file without sound, or an
@@ -58,7 +58,7 @@ def decode_audio(data: bytes, sampling_rate: int, max_seconds: float, timeout: f
             raise PenstockError.of(decoded.failure)
         samples = decoded.samples
     if not samples:
-        raise invalid("audio", "has no sound")
+        raise invalid("audio", "has no sound: send a file with an audio stream")
     return np.frombuffer(samples, np.int16).astype(np.float32) / FULL_SCALE
 
 
@@ -110,11 +110,11 @@ def _decode(data: bytes, request: Request) -> bytes:
     import av
 
     parts: list[bytes] = []
-    remaining = 2 * int(request.max_seconds * request.sampling_rate)  # bytes
+    remaining = 2 * int(request.max_seconds * request.sampling_rate)  # in bytes, two per sample
     options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
     with av.open(io.BytesIO(data), options=options, metadata_errors="ignore") as container:
         if not container.streams.audio:
-            raise invalid("audio", "has no sound")
+            raise invalid("audio", "has no sound: send a file with an audio stream")
         resampler: Any = av.AudioResampler(format="s16", layout="mono", rate=request.sampling_rate)
         for frame in _frames_and_end(container):
             for resampled in resampler.resample(frame):

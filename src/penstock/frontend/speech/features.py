@@ -14,7 +14,7 @@ import numpy as np
 from penstock.core.errors import invalid
 
 CONFIGS = ("processor_config.json", "preprocessor_config.json")
-"""Files with the configuration; in the first one under ``feature_extractor`` or ``audio_processor``."""
+"""Files with the configuration. The first file has it under the key ``feature_extractor`` or ``audio_processor``."""
 LOGARITHMIC_FROM = 1000.0
 """Frequency in hertz (15 mels) up to which Slaney's mel scale is linear."""
 MELS_PER_HERTZ = 3 / 200
@@ -27,7 +27,7 @@ DYNAMIC_RANGE = 8.0
 
 @dataclass(frozen=True)
 class LogMelFeatures:
-    """Computes log-mel features of audio. The fields are those of ``preprocessor_config.json``."""
+    """Computes log-mel features of audio. Fields are named as in ``preprocessor_config.json``."""
 
     feature_size: int = 80
     """Number of mel bins."""

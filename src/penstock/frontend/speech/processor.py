@@ -34,7 +34,7 @@ class SpeechProcessor:
     def task(
         self, translate: bool, language: str | None, prompt: str | None, timestamps: bool, words: bool = False
     ) -> SpeechTask:
-        """Create the task of a request. Raises ``PenstockError`` if the model does not support it."""
+        """Create the task of a request. Raises ``PenstockError`` if the model does not support the task."""
         tokens, code = self._tokens, language_code(language or "")
         if not tokens.languages and translate:
             raise PenstockError(Code.UNSUPPORTED, "this English-only model does not support translation")
@@ -46,14 +46,14 @@ class SpeechProcessor:
         text = f" {prompt.strip()}" if prompt and prompt.strip() else ""
         ids = self._tokenizer.encode(text, add_special_tokens=False) if text else []
         if any(token >= tokens.eos for token in ids):
-            raise invalid("prompt", "contains a special token")
+            raise invalid("prompt", "contains a special token (<|…|>): remove it")
         if words and not tokens.alignment_heads:
             message = "word timestamps need alignment_heads in generation_config.json, which this model lacks"
             raise PenstockError(Code.UNSUPPORTED, f"timestamp_granularities: {message}", "timestamp_granularities")
         return SpeechTask(translate, code if tokens.languages else "", ids, timestamps or words, words)
 
     def open(self, file: bytes, task: SpeechTask, max_len: int) -> Transcription:
-        """Decode a file and create its transcription; slow.
+        """Decode a file and create its transcription. Slow: call it in a thread.
 
         Args:
             max_len: size of the model's context in tokens.
@@ -86,5 +86,5 @@ def read_speech_processor(
     expected = int(config["num_mel_bins"]), 2 * int(config["max_source_positions"])
     if shape != expected:
         problem = f"preprocessor_config.json has windows of {shape[1]} frames with {shape[0]} mel bins"
-        raise invalid("model", f"{problem}, and config.json {expected[1]} frames with {expected[0]}")
+        raise invalid("model", f"{problem}; by config.json they must have {expected[1]} frames with {expected[0]}")
     return SpeechProcessor(features, tokens, tokenizer, options)

@@ -16,45 +16,45 @@ from .languages import NAMES
 
 LANGUAGE = re.compile(r"<\|(\w+)\|>")
 MULTILINGUAL_SIZE = 51_865
-"""Smallest vocabulary size of multilingual Whisper models; English-only ones have 51,864 tokens."""
+"""Smallest vocabulary size of multilingual Whisper models; English-only models have 51,864 tokens."""
 
 
 @dataclass(frozen=True)
 class SpeechTokens:
-    """Token ids."""
+    """Ids of a Whisper model's control tokens."""
 
     start: int
-    """``<|startoftranscript|>``."""
+    """Id of ``<|startoftranscript|>``."""
     eos: int
-    """``<|endoftext|>``. Text tokens have smaller ids, special tokens larger ones."""
+    """Id of ``<|endoftext|>``. Text tokens have smaller ids, other special tokens have larger ids."""
     no_timestamps: int
-    """``<|notimestamps|>``. The next id is the timestamp of 0 seconds."""
+    """Id of ``<|notimestamps|>``. The next id is the timestamp of 0 seconds."""
     previous: int | None
-    """``<|startofprev|>``, before the text that precedes the transcript."""
+    """Id of ``<|startofprev|>``, the token before text that precedes the transcript; None: not in the vocabulary."""
     languages: Mapping[str, int]
-    """Language tokens by code; empty for an English-only model."""
+    """Ids of language tokens by code; empty for an English-only model."""
     tasks: Mapping[str, int]
-    """Tokens of ``transcribe`` and ``translate``; empty for an English-only model."""
+    """Ids of the tokens of the tasks ``transcribe`` and ``translate``; empty for an English-only model."""
     suppressed: tuple[int, ...] = ()
-    """Tokens that are never generated."""
+    """Ids of tokens that are never generated."""
     suppressed_first: tuple[int, ...] = ()
-    """Tokens that are not generated first."""
+    """Ids of tokens that are not generated as the first token."""
     max_initial_timestamp: int = 50
-    """Largest first timestamp, as number of timestamp tokens after that of 0 seconds."""
+    """Largest first timestamp, as a number of timestamp tokens after the token of 0 seconds."""
     alignment_heads: tuple[tuple[int, int], ...] = ()
     """Layer and head of the attention heads used for word timestamps; empty if unknown."""
 
     @property
     def timestamp_begin(self) -> int:
-        """Timestamp token of 0 seconds."""
+        """Id of the timestamp token of 0 seconds."""
         return self.no_timestamps + 1
 
 
 def read_speech_tokens(
     folder: Path, token_to_id: Callable[[str], int | None], eos: int, vocab_size: int
 ) -> SpeechTokens:
-    """Read the control tokens of a checkpoint. If ``generation_config.json`` lacks the languages and tasks (written
-    before transformers 4.31), they are taken from the tokenizer.
+    """Read the control tokens of a checkpoint. A ``generation_config.json`` from before transformers 4.31 lacks
+    languages and tasks; they are then taken from the tokenizer.
 
     Args:
         token_to_id: returns the id of a token of the tokenizer.

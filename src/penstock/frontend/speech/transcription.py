@@ -1,4 +1,4 @@
-"""Transcription of a recording in windows. Each window starts where the last complete segment of the previous one ends
+"""Transcription of a recording in windows. Each window starts at the end of the last complete segment before it
 (Radford et al., 2022, section 3.8, and OpenAI's implementation)."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Segment(NamedTuple):
     text: str
     tokens: list[int]
     seek: int
-    """First feature frame of the window."""
+    """Index of the window's first feature frame."""
     avg_logprob: float | None
     """Mean log probability of the window's tokens; None if unknown."""
     words: Sequence[Word] = ()
@@ -82,8 +82,8 @@ class SpeechTask:
 
 
 class Transcription:
-    """Transcribes a recording. Usage: run the model on what ``next_window`` returns and pass its output to ``add``,
-    until ``next_window`` returns None. For word timestamps, run it also on what ``alignment`` returns, before ``add``.
+    """Transcribes a recording. Usage: run the model on the result of ``next_window`` and pass its output to ``add``,
+    until ``next_window`` returns None. For word timestamps, also run it on the result of ``alignment``, before ``add``.
 
     Args:
         samples: ``[samples]`` float32 from -1 to 1.
@@ -137,7 +137,7 @@ class Transcription:
         return prompt, audio, max(max_tokens, 1)
 
     def alignment(self, token_ids: Sequence[int]) -> tuple[list[int], AudioInput] | None:
-        """Prompt and audio of a request for the times of tokens (``Alignment``); None if they are not needed.
+        """Prompt and audio of a request for the times of tokens (``Alignment``); None if no word times are needed.
 
         Args:
             token_ids: the model's output for the last window.
@@ -156,8 +156,8 @@ class Transcription:
         """Text of all segments.
 
         Args:
-            token_ids: the model's output so far for the last window. Its complete segments are included; with
-                timestamps off, all of it, and its last character may be incomplete.
+            token_ids: the model's output so far for the last window. Its complete segments are included; without
+                timestamps the whole output is included, and the last character may be incomplete.
         """
         texts = [each.text for each in self.segments]
         if self._timestamps:
@@ -214,7 +214,7 @@ class Transcription:
         return list(token_ids if _all_known(forced) else token_ids[len(forced) :])
 
     def _split(self, tokens: list[int], whole: bool) -> tuple[list[_WindowSegment], int]:
-        """Split a window into segments; returns them, and the number of frames to the start of the next window.
+        """Split a window into segments; returns the segments, and the number of frames to the next window's start.
 
         Args:
             whole: the output is complete; otherwise the last segment is left out.
@@ -236,7 +236,7 @@ class Transcription:
 
     @property
     def _size(self) -> int:
-        """Number of the recording's frames in the last window."""
+        """Number of frames of the recording in the last window, without padding."""
         return min(self._features.num_frames, self._num_frames - self._seek)
 
     def _without_end(self, token_ids: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Splits tokens of a transcript into words, as OpenAI's implementation of Whisper."""
+"""Splits tokens of a transcript into words, like OpenAI's implementation of Whisper."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ INCOMPLETE = "\ufffd"
 
 
 class TokenWord(NamedTuple):
-    """Word, and the range of its tokens."""
+    """Word, and the index range of its tokens."""
 
     text: str
     """Text including a leading space."""
     first: int
-    """Index of its first token."""
+    """Index of the word's first token."""
     end: int
-    """Index after its last token."""
+    """Index after the word's last token."""
 
 
 def split_words(token_ids: Sequence[int], decode: Callable[[list[int]], str], language: str) -> list[TokenWord]:
@@ -65,7 +65,7 @@ def _join_at_spaces(words: list[TokenWord]) -> list[TokenWord]:
 
 
 def _join_opening(words: list[TokenWord]) -> list[TokenWord]:
-    joined: list[TokenWord] = []  # from the last word to the first
+    joined: list[TokenWord] = []  # in reverse order
     for word in reversed(words):
         if joined and word.text.startswith(" ") and word.text.strip() in OPENING:
             joined[-1] = _join(word, joined[-1])

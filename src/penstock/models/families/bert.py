@@ -14,14 +14,16 @@ PROJECTIONS = {"q_proj": "self.query", "k_proj": "self.key", "v_proj": "self.val
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     if raw.get("is_decoder") or raw.get("add_cross_attention"):
-        raise PenstockError(Code.UNSUPPORTED, "BERT as a decoder (is_decoder) is not supported", "model")
+        message = "BERT as a decoder (is_decoder or add_cross_attention is true) is not supported"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     if (kind := raw.get("position_embedding_type") or "absolute") != "absolute":
-        raise PenstockError(Code.UNSUPPORTED, f"position_embedding_type {kind!r:.40}; absolute is supported", "model")
+        message = f"position_embedding_type is {kind!r:.40}; only absolute is supported"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     return read_bert_config(raw)
 
 
 def read_bert_config(raw: ConfigJson) -> ModelConfig:
-    """The configuration of BERT, RoBERTa and GTE."""
+    """Read the configuration of BERT, RoBERTa or GTE."""
     eps = float(raw.get("layer_norm_eps") or 1e-12)
     return dense_config(
         raw, **encoder_fields(raw), rms_norm_eps=eps, options=options_of({"hidden_act": "gelu", **raw}, gated_mlp=False)

@@ -8,7 +8,7 @@ from ..registry import Family
 from ..stored import Stored
 
 MTP_MODULES = {"enorm": "mtp_emb_norm", "hnorm": "mtp_hidden_norm", "eh_proj": "mtp_linear_proj"}
-"""Modules of an MTP layer outside of its block: DeepSeek's name → name in the checkpoint."""
+"""Modules of a multi-token prediction layer outside its decoder layer: DeepSeek's name → name in the checkpoint."""
 
 
 def read_config(raw: ConfigJson) -> ModelConfig:
@@ -18,7 +18,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 
 
 def find_mtp(config: ModelConfig, name: str) -> Stored:
-    """``Family.find_stored``: modules of MTP layers have separate names; their last norm is that of the model."""
+    """See ``Family.find_stored``. Modules of MTP layers have separate names, except the last norm: the model's norm."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     if not match or (head := int(match[1]) - config.num_layers) < 0:
         return Stored(name)

@@ -15,11 +15,11 @@ EPS = 1e-6
 """Epsilon of the encoder's norms."""
 ACTIVATION = "quick_gelu"
 FRAMES = 2
-"""Number of frames that share features. An image is repeated to that number."""
+"""Number of frames that share features. An image is repeated to fill this number."""
 
 
 def read_vision_config(raw: ConfigJson) -> VisionConfig:
-    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is invalid."""
+    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for invalid fields."""
     vision = raw["vision_config"]
     size = int(vision.get("hidden_size", 1280))
     config = VisionConfig(
@@ -36,9 +36,10 @@ def read_vision_config(raw: ConfigJson) -> VisionConfig:
     if size % (4 * config.heads):
         raise ValueError(f"hidden_size of vision_config is {size}; it must be a multiple of 4 x {config.heads} heads")
     if vision.get("hidden_act", ACTIVATION) != ACTIVATION or int(vision.get("temporal_merge_size", FRAMES)) != FRAMES:
-        raise ValueError(f"vision_config must have hidden_act {ACTIVATION} and temporal_merge_size {FRAMES}")
+        found = f"hidden_act {vision.get('hidden_act')!r:.40}, temporal_merge_size {vision.get('temporal_merge_size')}"
+        raise ValueError(f"vision_config has {found}; it must have {ACTIVATION} and {FRAMES}")
     if float(vision.get("rms_norm_eps", EPS)) != EPS:
-        raise ValueError(f"rms_norm_eps of vision_config must be {EPS}")
+        raise ValueError(f"rms_norm_eps of vision_config is {vision['rms_norm_eps']!r:.40}; it must be {EPS}")
     return config
 
 
@@ -52,7 +53,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     layers, num_experts = int(raw["num_hidden_layers"]), int(raw.get("moe_num_experts") or 64)
     kinds = raw.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
     if len(kinds) != layers:
-        raise ValueError(f"mlp_layer_types has {len(kinds)} entries for {layers} layers")
+        raise ValueError(f"mlp_layer_types has {len(kinds)} entries; it must have one for each of {layers} layers")
     size, vision_size = map(int, raw.get("moe_intermediate_size") or (1536, 512))
     shared = raw.get("moe_num_shared_experts")
     top_k, min_sum = int(raw.get("moe_k") or 6), float(raw.get("moe_norm_min") or 1e-12)
@@ -68,7 +69,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     )
     vision = read_vision_config(raw)
     merged = vision.size * vision.merge_size**2
-    weights = vision.weights() + 4 * merged**2  # the latter is the resampler
+    weights = vision.weights() + 4 * merged**2  # tower and resampler
     return replace(config, rope_parameters=rope, experts=experts, vision_weights=weights)
 
 

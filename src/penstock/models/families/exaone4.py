@@ -17,7 +17,7 @@ LAYER_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforwa
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     pattern = raw.get("sliding_window_pattern", 4)
-    if isinstance(pattern, str):  # "LLLG"
+    if isinstance(pattern, str):  # "LLLG": three layers with a window (local), then one without (global)
         pattern = pattern.find("G") + 1
     windows = sliding_windows_by_pattern(raw, int(pattern or 0))
     rope = tuple(map(bool, windows)) if raw.get("sliding_window") else ()

@@ -1,6 +1,6 @@
 """Gemma (Gemma Team, 2024 and 2025): RMS norms with 1 + weight, GEGLU, a scaled embedding. Gemma 2: pre-norm and
-post-norm, soft caps, sliding windows in every second layer. Gemma 3: q/k norms, sliding windows in five of six layers,
-with another RoPE base there."""
+post-norm, soft caps, sliding windows in every second layer. Gemma 3: q/k norms, sliding windows in five of six layers;
+layers with a window have a separate RoPE base."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..registry import Family
 
 NORM = NormOptions(unit_offset=True)
 TANH = "gelu_pytorch_tanh"
-"""Activation of all published models. Files of the first Gemma call it ``gelu``; in Gemma 2 and 3 ``gelu`` is GELU."""
+"""Activation of all published models. In files of Gemma 1, ``gelu`` means this; in Gemma 2 and 3 it is exact GELU."""
 LAYER_NORMS = LayerNorms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
@@ -40,7 +40,7 @@ def _windowed_options(raw: ConfigJson) -> DecoderOptions:
     """Options of Gemma 2 and 3."""
     scale = float(raw.get("query_pre_attn_scalar") or 256)
     if scale <= 0:
-        raise invalid("model", f"query_pre_attn_scalar is {scale}; it must be positive")
+        raise invalid("model", f"query_pre_attn_scalar is {scale}; it must be above 0")
     return _options(
         raw,
         str(raw.get("hidden_activation") or TANH),
@@ -61,7 +61,7 @@ def read_gemma3(raw: ConfigJson) -> ModelConfig:
         sliding_windows=sliding_windows_by_pattern(raw, int(raw.get("sliding_window_pattern") or 6)),
         qk_norm=True,
         local_rope_parameters=local_rope_parameters_of(raw),
-        # attention has no soft cap, even if config.json has one, as in transformers
+        # As in transformers, attention has no soft cap, even if config.json sets attn_logit_softcapping.
         options=_windowed_options({**raw, "attn_logit_softcapping": None}),
     )
 

@@ -20,7 +20,8 @@ CLAMP = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 def read_config(raw: ConfigJson) -> ModelConfig:
     for name, known in CLAMP.items():
         if (value := float(raw.get(name) or known)) != known:
-            raise PenstockError(Code.UNSUPPORTED, f"{name} in config.json is {value}; {known} is supported", "model")
+            message = f"{name} in config.json is {value}; only {known} is supported"
+            raise PenstockError(Code.UNSUPPORTED, message, "model")
     layers = int(raw["num_hidden_layers"])
     windows = sliding_windows_by_layer_types(raw, layers)
     if windows is None:

@@ -16,7 +16,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
-    """``Family.find_stored``: fused ``qkv_proj``, and ``up_gate_proj`` with the gate second."""
+    """See ``Family.find_stored``. The tensors ``qkv_proj`` and ``up_gate_proj`` are fused; the gate is second."""
     parent, _, last = name.rpartition(".")
     if last in ("gate_proj", "up_proj"):
         return part_of(f"{parent}.up_gate_proj", [config.intermediate_size] * 2, last == "gate_proj")

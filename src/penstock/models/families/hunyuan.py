@@ -1,5 +1,5 @@
-"""Hunyuan (Tencent, 2025): Llama with q/k norms after RoPE, and a RoPE base that is scaled by ``alpha``; dense, or
-mixture of experts with a shared expert."""
+"""Hunyuan (Tencent, 2025): Llama with q/k norms after RoPE, and a RoPE base scaled by ``alpha``; dense, or mixture of
+experts with a shared expert."""
 
 from dataclasses import replace
 
@@ -32,7 +32,8 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 def read_moe_config(raw: ConfigJson) -> ModelConfig:
     for name in ("use_cla", "moe_layer_num_skipped"):
         if raw.get(name):
-            raise PenstockError(Code.UNSUPPORTED, f"{name} in config.json is not supported", "model")
+            message = f"{name} in config.json is {raw[name]!r:.40}, which is not supported"
+            raise PenstockError(Code.UNSUPPORTED, message, "model")
     num_experts, top_k = _same_in_all_layers(raw, "num_experts"), _same_in_all_layers(raw, "moe_topk")
     size = int(raw["intermediate_size"])
     experts = ExpertsConfig(
@@ -48,11 +49,11 @@ def read_moe_config(raw: ConfigJson) -> ModelConfig:
 
 
 def _same_in_all_layers(raw: ConfigJson, name: str) -> int:
-    """A number that may be a list with a value per layer; 1 if absent."""
+    """A number that may be a list with equal values per layer; 1 if absent. Else raises ``PenstockError``."""
     value = raw.get(name) or 1
     values = {int(each) for each in (value if isinstance(value, list) else [value])}
     if len(values) > 1:
-        message = f"{name} in config.json differs between layers, which is not supported"
+        message = f"{name} in config.json has the values {sorted(values)}; different values per layer are not supported"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     return values.pop()
 

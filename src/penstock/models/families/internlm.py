@@ -1,5 +1,5 @@
-"""InternLM 2 and 3 (Shanghai AI Laboratory, 2024 and 2025): Llama. InternLM 2 has other names, and a fused QKV tensor
-grouped by key-value head."""
+"""InternLM 2 and 3 (Shanghai AI Laboratory, 2024 and 2025): Llama. InternLM 2 has other tensor names, and a fused QKV
+tensor grouped by key-value head."""
 
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config
 
@@ -24,12 +24,12 @@ def read_internlm2(raw: ConfigJson) -> ModelConfig:
 
 
 def read_internlm3(raw: ConfigJson) -> ModelConfig:
-    bias = bool(raw.get("mlp_bias"))  # in InternLM 3's own files: ``bias``, with ``qkv_bias`` for ``attention_bias``
+    bias = bool(raw.get("mlp_bias"))  # the publisher's files have ``bias``, and ``qkv_bias`` for ``attention_bias``
     return dense_config(raw, output_bias=bias)
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
-    """``Family.find_stored`` of InternLM 2."""
+    """See ``Family.find_stored``; for InternLM 2."""
     layer, module = (".".join(part) for part in (name.split(".")[:3], name.split(".")[3:]))
     if name in NAMES:
         return Stored(NAMES[name])
@@ -37,7 +37,7 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
         return Stored(f"{layer}.{NAMES[module]}")
     if not module.endswith(("q_proj", "k_proj", "v_proj")):
         return Stored(name)
-    shared = config.num_heads // config.num_kv_heads  # query heads per key-value head, which precede key and value
+    shared = config.num_heads // config.num_kv_heads  # query heads per key-value head; stored before key and value
     first, count = {"q": (0, shared), "k": (shared, 1), "v": (shared + 1, 1)}[module[-6]]
     group, dim = shared + 2, config.head_dim
     ranges = tuple(

@@ -18,10 +18,10 @@ NAMES = ViTNames(
 
 
 def read_vision(raw: ConfigJson) -> ViTConfig:
-    """The encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is invalid."""
+    """Read the encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for invalid fields."""
     vision = raw["vision_config"]
     if not vision.get("use_absolute_position_embeddings", True):
-        raise ValueError("vision_config must have use_absolute_position_embeddings")
+        raise ValueError("use_absolute_position_embeddings of vision_config is false; it must be true")
     config = read_vit(
         vision,
         rms_norm=vision.get("norm_type", "layer_norm") == "rms_norm",
@@ -34,20 +34,23 @@ def read_vision(raw: ConfigJson) -> ViTConfig:
     merge = merge_size(raw)
     if config.grid % merge or (config.grid // merge) ** 2 != int(raw["image_seq_length"]):
         grid = f"{config.grid} x {config.grid} patches"
-        raise ValueError(f"image_seq_length is {raw['image_seq_length']}, which does not fit {grid}")
+        raise ValueError(f"image_seq_length is {raw['image_seq_length']}; it must be {grid} / {merge**2}")
     if (
         raw["vision_feature_select_strategy"] != "default"
         or len(feature_layers(raw["vision_feature_layer"], config.depth)) > 1
     ):
-        raise ValueError("vision_feature_select_strategy must be default, with a single vision_feature_layer")
+        found = f"{raw['vision_feature_select_strategy']!r:.40} and {raw['vision_feature_layer']!r:.40}"
+        message = "they must be default and a single layer"
+        raise ValueError(f"vision_feature_select_strategy and vision_feature_layer are {found}; {message}")
     return config
 
 
 def merge_size(raw: ConfigJson) -> int:
-    """Edge of a feature in patches. Raises ``ValueError`` for an invalid ``downsample_ratio``."""
+    """Number of patches along each edge of the square that is merged to one feature. Raises ``ValueError`` for an
+    invalid ``downsample_ratio``."""
     ratio = float(raw["downsample_ratio"])
     if not 0 < ratio <= 1 or abs(1 / ratio - round(1 / ratio)) > 1e-6:
-        raise ValueError(f"downsample_ratio is {ratio}; it must be 1 over an integer")
+        raise ValueError(f"downsample_ratio is {ratio}; it must be 1 / N with an integer N")
     return round(1 / ratio)
 
 

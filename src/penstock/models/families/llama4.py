@@ -24,7 +24,9 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     chunked = [kind == "chunked_attention" for kind in types] if types else rope
     if len(rope) != layers or len(chunked) != layers:
         lengths = f"{len(rope)} and {len(chunked)} entries"
-        raise ValueError(f"no_rope_layers and layer_types have {lengths} for {layers} layers")
+        raise ValueError(
+            f"no_rope_layers and layer_types have {lengths}; they must have one for each of {layers} layers"
+        )
     return dense_config(
         raw,
         intermediate_size=int(raw["intermediate_size_mlp"]),
@@ -51,7 +53,7 @@ def _query_scaling(raw: ConfigJson) -> QueryScaling | None:
 
 def _read_experts(raw: ConfigJson, layers: int) -> ExpertsConfig:
     if (top_k := int(raw.get("num_experts_per_tok") or 1)) != 1:
-        message = f"num_experts_per_tok in config.json is {top_k}; 1 is supported for Llama 4"
+        message = f"num_experts_per_tok in config.json is {top_k}; only 1 is supported for Llama 4"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     step, size, sparse = (
         int(raw.get("interleave_moe_layer_step") or 1),
@@ -62,7 +64,7 @@ def _read_experts(raw: ConfigJson, layers: int) -> ExpertsConfig:
     return ExpertsConfig(
         num_experts_of(raw),
         size,
-        Routing(1, renormalize=True),  # weight 1: input_routing applies the score
+        Routing(1, renormalize=True),  # outputs have weight 1, because input_routing scales the inputs
         dense_layers=frozenset(range(layers)).difference(map(int, sparse)),
         shared_size=size,
         shared_name="shared_expert",

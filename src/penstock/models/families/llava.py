@@ -14,15 +14,15 @@ ENCODERS: dict[str, dict[str, bool]] = {
     "siglip_vision_model": {},
     "clip_vision_model": {"class_token": True, "pre_norm": True, "patch_bias": False},
 }
-"""Fields of ``ViTConfig`` by ``model_type`` of ``vision_config``."""
+"""``model_type`` of ``vision_config`` → fields of ``ViTConfig``."""
 
 
 def read_vision(raw: ConfigJson) -> tuple[ViTConfig, tuple[int, ...]]:
-    """The encoder's configuration, and the layers whose hidden states are projected. Raises ``KeyError``, ``TypeError``
-    or ``ValueError`` if they are invalid, and ``PenstockError`` (``unsupported``) for another encoder."""
+    """Read the encoder's configuration, and the layers whose hidden states are projected. Raises ``KeyError``,
+    ``TypeError`` or ``ValueError`` for invalid fields, and ``PenstockError`` (``unsupported``) for another encoder."""
     vision = raw["vision_config"]
     if (kind := str(vision.get("model_type"))) not in ENCODERS:
-        message = f"{raw.get('model_type')} with the encoder {kind[:40]!r}; supported are {', '.join(ENCODERS)}"
+        message = f"{raw.get('model_type')} with the encoder {kind[:40]!r} is not supported; use {', '.join(ENCODERS)}"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     config = read_vit(vision, **ENCODERS[kind])
     if (strategy := raw["vision_feature_select_strategy"]) not in ("default", "full"):
@@ -46,7 +46,9 @@ def read_onevision(raw: ConfigJson) -> ModelConfig:
     config, layers = read_vision(raw)
     read_anyres(raw)
     if config.class_token or raw["vision_feature_select_strategy"] != "full":
-        raise ValueError("vision_feature_select_strategy must be full, and the encoder must have no class token")
+        strategy = raw["vision_feature_select_strategy"]
+        message = "it must be full, and the encoder must not have a class token (CLIP)"
+        raise ValueError(f"vision_feature_select_strategy is {strategy!r:.40}; {message}")
     return read_text(raw, config.weights(max(layers)), len(layers) * config.size)
 
 

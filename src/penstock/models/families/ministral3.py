@@ -17,7 +17,8 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         int(rope.get("original_max_position_embeddings") or 0),
     )
     if factor and interval < 1:
-        raise ValueError("rope_parameters have llama_4_scaling_beta without original_max_position_embeddings")
+        message = f"llama_4_scaling_beta ({factor}) requires original_max_position_embeddings of at least 1"
+        raise ValueError(f"rope_parameters: {message}, which is {interval}")
     options = replace(config.options, query_scaling=QueryScaling(factor, interval) if factor else None)
     return replace(config, rope_parameters=rope, options=options)
 

@@ -26,7 +26,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
-    """``Family.find_stored``: ``Wqkv``, ``Wi`` (gate and up), ``Wo`` (output and down)."""
+    """See ``Family.find_stored``. Projections are ``Wqkv`` (fused), ``Wi`` (gate and up), ``Wo`` (output, down)."""
     parent, _, last = name.rpartition(".")
     if last in ("q_proj", "k_proj", "v_proj"):
         return part_of(f"{parent}.Wqkv", [config.hidden_size] * 3, "qkv".index(last[0]))
@@ -36,7 +36,7 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
 
 
 def layer_types(raw: ConfigJson) -> list[str]:
-    """Type of each layer. In older files every ``global_attn_every_n_layers``-th layer has full attention."""
+    """Type of each layer. In older files, every ``global_attn_every_n_layers``-th layer has full attention."""
     every = int(raw.get("global_attn_every_n_layers") or 3)
     layers = range(int(raw["num_hidden_layers"]))
     return raw.get("layer_types") or ["sliding_attention" if number % every else "full_attention" for number in layers]

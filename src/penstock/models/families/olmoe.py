@@ -10,7 +10,7 @@ from ..registry import Family
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     if raw.get("clip_qkv") is not None:
-        message = "clip_qkv (clamped queries, keys and values) is not supported"
+        message = f"clip_qkv is {raw['clip_qkv']!r:.40}; clamped queries, keys and values are not supported"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     experts = read_experts(raw, "intermediate_size")
     options = options_of(raw, qk_norm=QKNormOptions(scope="projection"))

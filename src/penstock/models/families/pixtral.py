@@ -19,7 +19,7 @@ NAMES = ViTNames(
 
 
 def read_vision(raw: ConfigJson) -> ViTConfig:
-    """The encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is invalid."""
+    """Read the encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for invalid fields."""
     config = read_vit(
         raw["vision_config"],
         image_size=0,
@@ -33,9 +33,11 @@ def read_vision(raw: ConfigJson) -> ViTConfig:
         names=NAMES,
     )
     if config.size // config.heads % 4:
-        raise ValueError(f"vision_config has heads of {config.size // config.heads} elements, not a multiple of 4")
+        raise ValueError(f"vision_config has head size {config.size // config.heads}; it must be a multiple of 4")
     if raw.get("vision_feature_select_strategy", "full") != "full":
-        raise ValueError("vision_feature_select_strategy must be full for an encoder without class token")
+        strategy = raw["vision_feature_select_strategy"]
+        message = "it must be full, because the encoder has no class token"
+        raise ValueError(f"vision_feature_select_strategy is {strategy!r:.40}; {message}")
     return config
 
 
@@ -43,14 +45,15 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     vision = read_vision(raw)
     layers = feature_layers(raw["vision_feature_layer"], vision.depth)
     if merge_size(raw) and len(layers) > 1:
-        raise ValueError("vision_feature_layer must be a single layer if patches are merged")
+        message = "it must be a single layer, because patches are merged"
+        raise ValueError(f"vision_feature_layer is {raw['vision_feature_layer']!r:.40}; {message}")
     projector_activation(raw)
     tower = vision.weights(max(layers)) + merge_size(raw) ** 2 * vision.size**2
     return read_text(raw, tower, len(layers) * vision.size)
 
 
 def merge_size(raw: ConfigJson) -> int:
-    """Edge of a feature in patches; 0: patches are not merged."""
+    """Number of patches along each edge of the square that is merged to one feature; 0: patches are not merged."""
     return int(raw["spatial_merge_size"]) if raw.get("model_type") == "mistral3" else 0
 
 

@@ -14,7 +14,7 @@ class Qwen2VisionConfig(VisionConfig):
     """``vision_config`` of Qwen2-VL and Qwen2.5-VL."""
 
     windowed: bool
-    """True for Qwen2.5-VL: windows, RMS norms and SwiGLU."""
+    """True for Qwen2.5-VL: windowed attention, RMS norms and SwiGLU."""
     window: int = 0
     """Edge of a window in features."""
     full_layers: frozenset[int] = frozenset()
@@ -22,7 +22,7 @@ class Qwen2VisionConfig(VisionConfig):
 
 
 def read_vision_config(raw: ConfigJson) -> Qwen2VisionConfig:
-    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is invalid."""
+    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for invalid fields."""
     vision, windowed = raw["vision_config"], QWEN2_5_VL in raw["architectures"]
     patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
     theta = rope_theta(vision)
@@ -34,7 +34,9 @@ def read_vision_config(raw: ConfigJson) -> Qwen2VisionConfig:
         intermediate = int(size * vision.get("mlp_ratio", 4))
     heads = int(vision.get("num_heads", 16))
     if size % (4 * heads) or output != int(raw["hidden_size"]):
-        raise ValueError(f"vision_config does not fit: {heads} heads of {size} elements together, {output} outputs")
+        found = f"hidden size {size}, {heads} heads and {output} outputs"
+        limits = f"the hidden size must be a multiple of 4 x heads, and the outputs must be {raw['hidden_size']}"
+        raise ValueError(f"vision_config has {found}; {limits}")
     return Qwen2VisionConfig(
         depth=int(vision.get("depth", 32)),
         size=size,

@@ -19,7 +19,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         dense_layers=dense_layers_by_step(raw),
     )
     window = int(raw.get("sliding_window") or 0) if raw.get("use_sliding_window") else 0
-    windows = (window,) * int(raw["num_hidden_layers"])  # the same in all layers, despite layer_types
+    windows = (window,) * int(raw["num_hidden_layers"])  # layer_types is ignored: all layers have the same window
     return replace(qwen3.read_config(raw), experts=experts, sliding_windows=windows)
 
 

@@ -24,13 +24,13 @@ class Qwen3VisionConfig(VisionConfig):
     """``vision_config`` of Qwen3-VL."""
 
     grid: int
-    """Edge of the grid of learned positions."""
+    """Number of learned positions along each edge of their square grid."""
     deepstack: tuple[int, ...]
-    """Indices of the tower's layers after which features for a decoder layer are taken."""
+    """Indices of the tower's layers whose outputs become features for a decoder layer."""
 
 
 def read_vision_config(raw: ConfigJson) -> Qwen3VisionConfig:
-    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is invalid."""
+    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for invalid fields."""
     vision = raw["vision_config"]
     config = Qwen3VisionConfig(
         depth=int(vision.get("depth", 27)),
@@ -46,11 +46,13 @@ def read_vision_config(raw: ConfigJson) -> Qwen3VisionConfig:
         deepstack=tuple(map(int, vision.get("deepstack_visual_indexes", (8, 16, 24)))),
     )
     if config.size % (4 * config.heads) or config.output_size != int(raw["hidden_size"]):
-        sizes = f"{config.heads} heads of {config.size} elements together, {config.output_size} outputs"
-        raise ValueError(f"vision_config does not fit: {sizes}")
+        found = f"hidden size {config.size}, {config.heads} heads and {config.output_size} outputs"
+        limits = f"the hidden size must be a multiple of 4 x heads, and the outputs must be {raw['hidden_size']}"
+        raise ValueError(f"vision_config has {found}; {limits}")
     if vision.get("hidden_act", ACTIVATION) != ACTIVATION or len(config.deepstack) >= int(raw["num_hidden_layers"]):
-        limits = f"hidden_act {ACTIVATION}, and fewer deepstack_visual_indexes than decoder layers"
-        raise ValueError(f"vision_config must have {limits}")
+        found = f"hidden_act {vision.get('hidden_act')!r:.40} and {len(config.deepstack)} deepstack_visual_indexes"
+        limits = f"it must have {ACTIVATION}, and fewer indexes than the {raw['num_hidden_layers']} decoder layers"
+        raise ValueError(f"vision_config has {found}; {limits}")
     return config
 
 
@@ -62,13 +64,13 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 
 
 def read_moe_config(raw: ConfigJson) -> ModelConfig:
-    """Configuration with the experts of Qwen3-MoE."""
+    """Read the configuration of Qwen3-VL with the experts of Qwen3-MoE."""
     experts = read_experts(
         raw,
         "moe_intermediate_size",
         {"renormalize": True},
         dense_layers=dense_layers_by_step(raw),
-        fused=FusedLayout(transposed=None),  # transposed in Qwen's files, not in those saved by transformers
+        fused=FusedLayout(transposed=None),  # Qwen's files are transposed; files saved by transformers are not
     )
     return replace(read_config(raw), experts=experts)
 

@@ -16,7 +16,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     given = raw.get("no_rope_layers")  # despite its name, true for layers with rotary embedding
     rope = tuple(map(bool, given)) if given else tuple((layer + 1) % interval != 0 for layer in range(layers))
     if len(rope) != layers:
-        raise ValueError(f"no_rope_layers has {len(rope)} entries for {layers} layers")
+        raise ValueError(f"no_rope_layers has {len(rope)} entries; it must have one for each of {layers} layers")
     window = int(raw.get("sliding_window") or 0) if raw.get("use_sliding_window") else 0
     windows = sliding_windows_by_layer_types({**raw, "sliding_window": window}, layers)
     return dense_config(

@@ -12,7 +12,8 @@ from ..registry import Family, imported
 def read_config(raw: ConfigJson) -> ModelConfig:
     name = str(raw.get("activation_function") or "gelu")
     if name != "gelu":
-        raise PenstockError(Code.UNSUPPORTED, f"activation_function is {name[:40]!r}; gelu is supported", "model")
+        message = f"activation_function is {name[:40]!r}; only gelu is supported"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     speech = SpeechConfig(
         num_bins=int(raw["num_mel_bins"]),
         num_layers=int(raw["encoder_layers"]),

@@ -1,4 +1,4 @@
-"""Models of the ``transformers`` library, run by its modules with Penstock's KV cache (``model_impl``).
+"""Models run by the modules of the ``transformers`` library with Penstock's KV cache (option ``model_impl``).
 
 The library is imported when a configuration is read.
 """

@@ -1,8 +1,8 @@
 """Paged attention for the attention interface of transformers.
 
-transformers calls one registered function for each attention, with queries, keys and values, and another one for each
-mask. The functions here store keys and values in the KV cache, and compute attention from it. Masks are not
-materialized; only their sliding window is determined.
+transformers calls a registered attention function for each attention, with queries, keys and values, and a registered
+mask function for each mask. The functions here store keys and values in the KV cache, and compute attention from it.
+Masks are not materialized; only their sliding window is determined.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from penstock.ops import AttentionOptions, Batch, Ops
 NAME = "penstock"
 """Name of the attention implementation in transformers."""
 IGNORED_ARGUMENTS = frozenset(("cache_position", "dropout", "is_causal", "position_ids", "training", "use_cache"))
-"""Arguments of attention functions without an effect on the result here."""
+"""Arguments of attention functions that have no effect on the result of paged attention."""
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Function from indices of batch, head, query and key to a boolean: the query attends to the key."""
+"""Function of the indices of batch, head, query and key. True: the query attends to the key."""
 
 
 class UnsupportedAttention(Exception):
-    """A model needs a feature that paged attention does not support; the message names it."""
+    """Raised if a model needs a feature that paged attention does not support. The message names the feature."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class CausalMask:
     """Placeholder for a causal mask. Arithmetic with it fails, so models that add a bias to the mask are detected."""
 
     window: int | None
-    """Sliding window: number of positions that a query sees, including its own; 0: all. None: any other mask."""
+    """Sliding window: number of positions that a query sees, including its own; 0: all. None: another kind of mask."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,17 @@ class Attentions(Protocol):
     def attend(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """``[tokens, heads, key_dim]``, ``[tokens, kv_heads, key_dim]``, ``[tokens, kv_heads, value_dim]`` to
-        ``[tokens, heads, value_dim]``. Scale and sinks: see ``AttentionOptions``."""
+        """Compute attention. Returns ``[tokens, heads, value_dim]``.
+
+        Args:
+            q, k, v: ``[tokens, heads, key_dim]``, ``[tokens, kv_heads, key_dim]``, ``[tokens, kv_heads, value_dim]``.
+            scale, sinks: see ``AttentionOptions``.
+        """
         ...
 
 
 class RecordedAttentions:
-    """``Attentions`` that record the calls and masks of a forward pass. The result of the pass is meaningless.
+    """``Attentions`` that record the calls and masks of a forward pass. The result of the pass must not be used.
 
     Args:
         max_len: number of positions for which masks are checked.
@@ -97,7 +101,7 @@ class PagedAttentions:
     """``Attentions`` of a step, computed with the KV cache.
 
     Args:
-        calls, masks: recorded by ``RecordedAttentions``. The forward pass must make the same ones again.
+        calls, masks: recorded by ``RecordedAttentions``. Every forward pass must make the same calls and masks.
         cache: KV cache of each call.
     """
 
@@ -112,14 +116,14 @@ class PagedAttentions:
     def mask(self, visible: MaskFunction) -> CausalMask:
         if mask := next(self._masks, None):
             return mask
-        raise UnsupportedAttention("it makes other masks in some steps than in others")
+        raise UnsupportedAttention("the number of its masks differs between steps")
 
     def attend(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None
     ) -> Tensor:
         recorded, cache = next(self._calls, (None, None))
         if recorded != call:
-            raise UnsupportedAttention("it has other attentions in some steps than in others")
+            raise UnsupportedAttention(f"its attentions differ between steps ({call} instead of {recorded})")
         q, k, v = (_padded(x, call.head_dim) for x in (q, k, v))
         self._ops.store_kv(cache, k, v, self._batch.slot_mapping)
         metadata = self._batch.attention
@@ -127,9 +131,9 @@ class PagedAttentions:
         return out.view(*q.shape)[..., : call.value_dim]
 
     def finish(self) -> None:
-        """Raise ``UnsupportedAttention`` if the pass skipped attentions, whose keys and values are then missing."""
+        """Raise ``UnsupportedAttention`` if the pass skipped attentions: their keys and values are missing."""
         if next(self._calls, None) is not None:
-            raise UnsupportedAttention("it has fewer attentions in some steps than in others")
+            raise UnsupportedAttention("the number of its attentions differs between steps")
 
 
 def _padded(x: Tensor, head_dim: int) -> Tensor:
@@ -141,7 +145,7 @@ _current: ContextVar[Attentions] = ContextVar("attentions")
 
 @contextmanager
 def attending(attentions: Attentions) -> Iterator[None]:
-    """Context manager in which models with the attention implementation ``NAME`` use these attentions."""
+    """Context manager in which models with the attention implementation ``NAME`` use ``attentions``."""
     token = _current.set(attentions)
     try:
         yield
@@ -158,7 +162,7 @@ def register() -> None:
 
 
 def mask_function(*, mask_function: MaskFunction, **rest: Any) -> CausalMask:
-    """Mask function for transformers. There is no padding (``attention_mask``)."""
+    """Mask function for transformers. ``attention_mask`` is ignored, because inputs have no padding."""
     return _current.get().mask(mask_function)
 
 
@@ -179,23 +183,25 @@ def attention_function(
     Raises ``UnsupportedAttention`` for features that the kernels do not support.
     """
     if key.shape[-2] != query.shape[-2] or value.shape[-2] != query.shape[-2]:
-        raise UnsupportedAttention("its attention is not over the tokens of the sequence alone (cross attention)")
+        message = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
+        raise UnsupportedAttention(f"its attention also reads keys of other inputs ({message}: cross-attention)")
     if isinstance(attention_mask, Tensor):
-        raise UnsupportedAttention("its attention adds a mask or position bias of its own")
+        raise UnsupportedAttention("its attention adds a custom mask or a position bias")
     if not isinstance(attention_mask, CausalMask):
         raise UnsupportedAttention("its attention has no causal mask")
     if (window := attention_mask.window) is None:
         raise UnsupportedAttention("its attention is neither causal nor causal with a sliding window")
     _check_options(options, window)
     if query.dim() != 4 or query.shape[0] != 1 or query.shape[1] % key.shape[1]:
-        raise UnsupportedAttention(f"its attention has queries of the shape {tuple(query.shape)}")
+        message = f"{tuple(query.shape)} for keys of shape {tuple(key.shape)}"
+        raise UnsupportedAttention(f"its attention has queries of shape {message}")
     call = AttentionCall(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], window, softcap or 0.0)
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if (sinks := s_aux if sinks is None else sinks) is not None:
         sinks = sinks.detach().float().flatten()
         if len(sinks) != query.shape[1]:
-            raise UnsupportedAttention("its attention does not have one sink per head")
+            raise UnsupportedAttention(f"its attention has {len(sinks)} sinks for {query.shape[1]} heads")
     return _current.get().attend(call, q, k, v, scale, sinks)[None], None
 
 
@@ -205,7 +211,7 @@ def _check_options(options: Mapping[str, Any], window: int) -> None:
         if name == "sliding_window":
             if (value or 0) not in (0, window):
                 raise UnsupportedAttention(
-                    f"its attention has a sliding window of {value}, and a mask with one of {window}"
+                    f"its attention has a sliding window of {value}, but its mask has a window of {window}"
                 )
         elif value is not None and value is not False and name not in IGNORED_ARGUMENTS:
             raise UnsupportedAttention(f"its attention has the argument {name}")

@@ -1,7 +1,7 @@
-"""Check of a loaded model: its results with the paged KV cache are compared with those of transformers.
+"""Check of a loaded model: comparison of its results with a paged KV cache and the results of transformers.
 
-A model may number positions differently, mix tokens outside of attention, or keep other state than keys and values. The
-first two are checked by comparing bits, so small effects are found, too.
+A model may number positions differently, mix tokens outside of attention, or keep state other than keys and values.
+Positions and the mixing of tokens are checked by comparing bits, which also detects small effects.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..model import Model
 from .attention import NAME, UnsupportedAttention
 
 LENGTH = 24
-"""Number of tokens per sequence, which fits a block."""
+"""Number of tokens per sequence; at most ``BLOCK_SIZE``."""
 CHUNK = 10
 """Number of tokens in the first of two steps of a sequence."""
 BLOCK_SIZE = 64
 EXACT_TOLERANCE, TOLERANCE = 1e-4, 0.15
-"""Maximum difference of a token's logits, relative to their spread: of every token in float32; of the median token in
-16-bit or 8-bit computation, in which some tokens are routed to other experts."""
+"""Maximum difference of a token's logits, relative to their spread: for every token in float32; for the median token in
+16-bit or 8-bit computation, because rounding routes some tokens to other experts."""
 
 
 @torch.inference_mode()
@@ -39,7 +39,7 @@ def check(model: Model, module: Any, context: BuildContext) -> None:
     ids = torch.randint(0, vocabulary, (3, length), generator=torch.Generator().manual_seed(0)).to(context.device)
     pad = getattr(module.config.get_text_config(decoder=True), "pad_token_id", None)
     if isinstance(pad, int) and 0 <= pad < vocabulary:
-        ids[:, length // 2] = pad  # some models treat it as padding
+        ids[:, length // 2] = pad  # detects models that treat this token as padding
     positions = torch.arange(length, device=context.device)
     late = positions + context.max_len - length
     exact = model.dtype == torch.float32 and not context.scheme.layers.bits
@@ -73,7 +73,7 @@ def check(model: Model, module: Any, context: BuildContext) -> None:
             if ignores_positions:
                 raise UnsupportedAttention("it ignores position_ids")
             message = f"its logits differ from those of transformers by {difference:.2g} of their spread"
-            raise UnsupportedAttention(f"{message}, as with other state than keys and values")
+            raise UnsupportedAttention(f"{message}; it may keep state other than keys and values")
 
 
 def _tolerance(exact: bool) -> float:
@@ -81,7 +81,7 @@ def _tolerance(exact: bool) -> float:
 
 
 def _equal(computed: Tensor, expected: Tensor, exact: bool) -> bool:
-    """Whether bits are equal, or almost: experts may compute a different number of tokens at a time."""
+    """Whether results are (nearly) equal: rounding may depend on the number of tokens that an expert computes."""
     if torch.equal(computed, expected):
         return True
     return _difference(computed.float(), expected.float(), exact) < _tolerance(exact) / 10
@@ -97,7 +97,7 @@ def _batch(ids: Tensor, positions: Sequence[Tensor], parts: Sequence[tuple[int, 
     """The batch of a step.
 
     Args:
-        parts: index of a sequence, which is also that of its KV block, and first and end of the tokens to compute.
+        parts: for each sequence: index (also of its KV block), and first and end of the tokens to compute.
     """
 
     def tensor(values: Sequence[Any]) -> Tensor:

@@ -23,18 +23,18 @@ LIBRARY_CONFIG = "library_config"
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """The configuration of any causal language model of transformers.
+    """Read the configuration of any causal language model of transformers.
 
     Raises ``PenstockError``: ``unsupported`` if transformers is missing or does not have the architecture, the model
-    keeps other state than keys and values, or the weights are quantized; ``invalid`` if transformers rejects the
+    keeps state other than keys and values, or the weights are quantized; ``invalid`` if transformers rejects the
     configuration.
     """
     architecture, dtype = str(next(iter(raw.get("architectures") or ["none"]))), dtype_of(raw)
     if getattr(model_class(architecture), "_is_stateful", False):
-        raise unsupported(architecture, "it keeps more than keys and values (it is stateful)")
+        raise unsupported(architecture, "it keeps state other than keys and values (_is_stateful)")
     if raw.get("gguf") or quantization_of(raw) is None:
-        message = f"{architecture} is run by transformers, which needs unquantized weights in safetensors files"
-        raise PenstockError(Code.UNSUPPORTED, f"{message}; --quantization quantizes them at load", "model")
+        message = f"{architecture} is run by transformers, which requires unquantized safetensors files"
+        raise PenstockError(Code.UNSUPPORTED, f"{message}: use these, with --quantization to quantize at load", "model")
     whole = library_config(architecture, {name: value for name, value in raw.items() if name != "quantization_config"})
     text_config = whole.get_text_config(decoder=True)
     if getattr(whole, "is_encoder_decoder", False):
@@ -44,7 +44,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     def count(name: str, default: int = 0) -> int:
         try:
             value = getattr(text_config, name, None)
-        except Exception:  # raised for attributes that differ between layers
+        except Exception:  # transformers raises for attributes that differ between layers
             value = None
         return value if isinstance(value, int) and value > 0 else default
 
@@ -76,28 +76,28 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _count_weights(model: Any) -> dict[str, int]:
-    """Fields of ``ModelSize``: numbers of parameters."""
+    """Numbers of parameters, as fields of ``ModelSize``."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     outer = {id(module.weight): module.weight.numel() for module in (embedding, head) if module is not None}
     total = sum(parameter.numel() for parameter in model.parameters())
     tied = model.config.get_text_config(decoder=True).tie_word_embeddings
     first = embedding.weight.numel()
-    if tied and len(outer) > 1:  # they are tied when they are loaded
+    if tied and len(outer) > 1:  # embedding and head are separate here, and tied when the weights are loaded
         outer, total = {id(embedding.weight): first}, total - head.weight.numel()
     together = sum(outer.values())
     return {"layer_weights": total - together, "embedding_weights": together, "head_weights": first}
 
 
 def skeleton(architecture: str, configuration: Any) -> Any:
-    """The model on the meta device, with Penstock's attention.
+    """Build the model on the meta device, with Penstock's attention.
 
-    Raises ``PenstockError`` (``unsupported``) if it cannot be built.
+    Raises ``PenstockError`` (``unsupported``) if the model cannot be built.
     """
     register()
     configuration._attn_implementation = NAME
     try:
         with torch.device("meta"):
             return model_class(architecture)(configuration)
-    except Exception as error:  # its code may raise anything, e.g. for missing packages or unexpected values
+    except Exception as error:  # a model's code may raise any exception, e.g. for a missing package
         reason = "it supports no other attention implementation" if str(error) == repr(NAME) else first_line(error)
         raise unsupported(architecture, reason) from error

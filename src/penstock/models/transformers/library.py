@@ -25,14 +25,14 @@ def unsupported(architecture: str, reason: object) -> PenstockError:
 
 
 def has_causal_lm(architecture: str) -> bool:
-    """Whether transformers, which must be installed, has this causal language model."""
+    """Whether transformers has a causal language model of this architecture. transformers must be installed."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def architectures_of(model_type: str) -> list[str]:
-    """Default of ``architectures``: the causal language model of a ``model_type``; empty for an unknown one."""
+    """Default of ``architectures``: the causal language model of a ``model_type``; empty for an unknown type."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
@@ -40,7 +40,7 @@ def architectures_of(model_type: str) -> list[str]:
 
 
 def unknown_message() -> str:
-    """Part of an error message, for an architecture that transformers does not have."""
+    """End of the error message for an architecture that transformers does not have."""
     message = f"transformers {version('transformers')} has no causal language model of this name"
     return f"{message}: a later version may have it (pip install -U transformers)"
 
@@ -48,7 +48,7 @@ def unknown_message() -> str:
 def model_class(architecture: str) -> Any:
     """The class of a causal language model.
 
-    Raises ``PenstockError`` (``unsupported``) if transformers is missing, or has no such class.
+    Raises ``PenstockError`` (``unsupported``) if transformers is missing, or lacks the class.
     """
     if not is_installed():
         message = f"it is run by transformers, which is not installed: pip install '{EXTRA}'"
@@ -62,33 +62,33 @@ def model_class(architecture: str) -> Any:
 
 
 def library_config(architecture: str, raw: Mapping[str, Any]) -> Any:
-    """The configuration object of transformers for a ``config.json``. Raises ``PenstockError`` (``invalid``)."""
+    """Configuration object of transformers for a ``config.json``. A rejected value raises ``PenstockError``."""
     found = model_class(architecture).config_class
     try:
         return found.from_dict({name: value for name, value in raw.items() if name != "auto_map"})
-    except Exception as error:  # of transformers or huggingface_hub
+    except Exception as error:  # transformers and huggingface_hub raise exceptions of several classes
         raise invalid("model", f"transformers rejects this config.json: {first_line(error)}") from error
 
 
 def cache_windows(architecture: str, configuration: Any) -> list[int]:
-    """Sliding window of each layer in transformers' KV cache (0: none), without the layers that share the keys and
-    values of another layer.
+    """Sliding window of each layer in transformers' KV cache (0: full attention), without the layers that share the
+    keys and values of another layer.
 
-    Raises ``PenstockError`` (``unsupported``) if a layer keeps other state than keys and values.
+    Raises ``PenstockError`` (``unsupported``) if a layer keeps state other than keys and values.
     """
     from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     try:
         layers = [each for each in DynamicCache(config=configuration).layers if type(each) is not DummyLayer]
-    except Exception as error:  # raised for configurations without a KV cache
+    except Exception as error:  # transformers raises for configurations without a KV cache
         raise unsupported(architecture, f"it has no KV cache in transformers ({first_line(error)})") from error
     for layer in layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise unsupported(architecture, f"it keeps more than keys and values ({type(layer).__name__})")
+            raise unsupported(architecture, f"it keeps state other than keys and values ({type(layer).__name__})")
     return [int(getattr(layer, "sliding_window", 0) or 0) for layer in layers]
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message that does not just introduce others."""
+    """The first line of an error message that is not only a heading (no colon at its end)."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip()]
     return next((line for line in lines if not line.endswith(":")), type(error).__name__)[:300]

@@ -37,14 +37,14 @@ class ModuleWeights:
         return UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        raise AssertionError(name)  # not called for unquantized weights
+        raise AssertionError(name)  # never called: format_of returns UNQUANTIZED
 
 
 class PackedLinear(nn.Module):
-    """``nn.Linear`` with a packed matrix, which includes the bias.
+    """Replacement of ``nn.Linear`` with a packed matrix, which includes the bias.
 
     Args:
-        out_float32: return float32, as for logits.
+        out_float32: return float32 (for logits).
     """
 
     def __init__(self, linear: nn.Linear, matrix: PackedMatrix, device: torch.device, out_float32: bool) -> None:
@@ -57,29 +57,29 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """``[out, in]``, unpacked at each access, for modules that use the weight directly."""
+        """The weight, ``[out, in]``, for modules that use it directly. It is unpacked at each access."""
         return self._matrix.embedding(torch.arange(self.out_features, device=self._device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in]`` to ``[..., out]``."""
+        """Multiply ``[..., in]``. Returns ``[..., out]``."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         return self._matrix.linear(rows, self._out_float32).view(*x.shape[:-1], self.out_features)
 
 
 class PackedEmbedding(nn.Module):
-    """``nn.Embedding`` with a packed matrix."""
+    """Replacement of ``nn.Embedding`` with a packed matrix."""
 
     def __init__(self, matrix: PackedMatrix) -> None:
         super().__init__()
         self._matrix = matrix
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """``[...]`` to ``[..., hidden]``."""
+        """Embed ``[...]`` int64. Returns ``[..., hidden]``."""
         return self._matrix.embedding(token_ids.flatten()).view(*token_ids.shape, -1)
 
 
 def pack_linears(context: BuildContext, model: nn.Module, head: nn.Module | None, embedding: nn.Module | None) -> None:
-    """Replace each ``nn.Linear`` of a model by one with a packed matrix.
+    """Replace each ``nn.Linear`` of a model by a ``PackedLinear``.
 
     Args:
         context: build context with the weights of the model (``ModuleWeights``).
@@ -113,6 +113,6 @@ def _convert_conv1d(model: nn.Module) -> None:
 
 
 def has_other_matrices(model: nn.Module) -> bool:
-    """Whether a model with packed linear layers has further matrices, e.g. of experts."""
+    """Whether a model with packed linear layers has matrices that are not packed, e.g. experts in one tensor."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return any(weight.dim() > 1 and id(weight) not in embeddings for weight in model.parameters())

@@ -1,4 +1,4 @@
-"""Loading of transformers' modules with the weights that Penstock reads."""
+"""Loader of modules of transformers, with weights that Penstock reads."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def load_module(context: BuildContext, config: ModelConfig) -> Any:
-    """The causal language model of transformers with Penstock's attention, and the weights of the context; random
-    weights if the context has no ``Checkpoint``.
+    """Load a causal language model of transformers with Penstock's attention and the weights of the context; with
+    random weights if the context has no ``Checkpoint``.
 
-    Raises ``PenstockError`` (``invalid``) for missing or misshapen tensors.
+    Raises ``PenstockError`` (``invalid``) for tensors that are missing or have the wrong shape.
     """
     register()
     found, configuration = (
@@ -37,7 +37,7 @@ def load_module(context: BuildContext, config: ModelConfig) -> Any:
         library_config(config.architecture, config.raw[LIBRARY_CONFIG]),
     )
     if not isinstance(context.weights, Checkpoint):
-        importlib.import_module("torch._prims.rng_prims")  # not imported in engine processes (engine/lean_torch.py)
+        importlib.import_module("torch._prims.rng_prims")  # engine processes lack it (engine/lean_torch.py)
         torch.manual_seed(int(context.weights.version[:8], 16))
         configuration._attn_implementation = NAME
         return found._from_config(configuration, dtype=context.dtype).to(context.device).eval()
@@ -53,23 +53,25 @@ def load_module(context: BuildContext, config: ModelConfig) -> Any:
             model, info = found.from_pretrained(
                 None, config=configuration, state_dict=state, output_loading_info=True, **options
             )
-    except Exception as error:  # raised by conversions of tensors
+    except Exception as error:  # conversions of tensors raise exceptions of several classes
         raise invalid("model", f"transformers rejects the weights: {first_line(error)}") from error
     if lacking := [*info["missing_keys"], *info["mismatched_keys"]]:
         name = lacking[0] if isinstance(lacking[0], str) else lacking[0][0]
-        raise invalid("model", f"the checkpoint lacks {name}, or has it in another shape than config.json wants")
+        message = f"the checkpoint lacks {name}, or its shape is not that of config.json: download it again"
+        raise invalid("model", message)
     if errors := info.get("error_msgs"):
         raise invalid("model", f"transformers rejects the weights: {str(errors)[:200]}")
     if context.check_finite:
         for name, tensor in model.named_parameters():
             if not is_finite(tensor):
-                raise invalid("model", f"tensor {name} has values that are not finite numbers")
+                message = f"tensor {name} has values that are not finite (NaN or infinity); check the weights"
+                raise invalid("model", message)
     return model.to(context.device).eval()
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Context manager that suppresses progress bars and reports of transformers. Problems are raised as errors here."""
+    """Context manager that suppresses progress bars and reports of transformers. The caller raises errors instead."""
     from transformers.utils import logging as library
 
     shown, level = library.is_progress_bar_enabled(), library.get_verbosity()
@@ -84,9 +86,9 @@ def _quietly() -> Iterator[None]:
 
 
 def fix_rope(model: nn.Module, max_len: int) -> None:
-    """Fix rotary embeddings with length-dependent frequencies to those of the maximum length.
+    """Fix the frequencies of rotary embeddings that depend on the length: they get the values of the maximum length.
 
-    Raises ``UnsupportedAttention`` if this version of transformers updates them in an unknown way.
+    Raises ``UnsupportedAttention`` if this version of transformers updates the frequencies in an unknown way.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -100,7 +102,7 @@ def fix_rope(model: nn.Module, max_len: int) -> None:
                 more = {} if layer_type is None else {"layer_type": layer_type}
                 module(torch.zeros(1, 1, 1, device=device), last, **more)
         except Exception as error:
-            message = "its rotary embedding depends on the length in an unknown way"
+            message = f"its rotary embedding ({kinds}) depends on the length in an unknown way"
             raise UnsupportedAttention(message) from error
         fixed: Any = dict.fromkeys(by_layer, "fixed") if isinstance(kinds, dict) else "fixed"
         module.rope_type = fixed

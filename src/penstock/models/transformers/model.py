@@ -1,4 +1,4 @@
-"""``Model`` with modules of transformers."""
+"""A ``Model`` that runs modules of transformers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class TransformersModel(BaseModel):
     """A ``Model`` that runs a causal language model of transformers. Its hidden states are the output of the model's
     body; the other modules compute the logits.
 
-    Raises ``PenstockError`` (``unsupported``) for a model that cannot be run with a paged KV cache. To find out, its
-    results for a few tokens are compared with those of transformers.
+    Raises ``PenstockError`` (``unsupported``) for a model that cannot be run with a paged KV cache. To detect this, the
+    constructor compares results for a few tokens with those of transformers.
     """
 
     def __init__(self, context: BuildContext, config: ModelConfig) -> None:
@@ -47,7 +47,7 @@ class TransformersModel(BaseModel):
         weights = ModuleWeights(self._model, context.weights.version)
         pack_linears(replace(context, weights=weights, weight_cache=None), self._model, head, embedding)
         if context.ops.NAME == "cpu" and not has_other_matrices(self._model):
-            torch.set_num_threads(1)  # others would busy-wait after each call, on cores that the kernels need
+            torch.set_num_threads(1)  # PyTorch's threads busy-wait after each call, on cores that the kernels need
         with self._checked():
             fix_rope(self._model, context.max_len)
             self._record()
@@ -61,10 +61,10 @@ class TransformersModel(BaseModel):
             yield
         except (UnsupportedAttention, PenstockError) as error:
             raise unsupported(architecture, error) from error
-        except Exception as error:  # a model's code may raise anything when it gets a mask or layer of Penstock
+        except Exception as error:  # a model's code may raise any exception for a mask or layer of Penstock
             reason = first_line(error)
             if CausalMask.__name__ in reason:
-                reason = "its modules compute with the attention mask themselves, as with position biases"
+                reason = "its modules do arithmetic with the attention mask (position biases)"
             raise unsupported(architecture, reason) from error
 
     @torch.inference_mode()
@@ -88,15 +88,15 @@ class TransformersModel(BaseModel):
         with attending(recorded):
             self._output = self._run_body(ids[0], torch.arange(2, device=self._device))
         if not recorded.calls:
-            raise UnsupportedAttention("its attention does not go through the attention interface")
+            raise UnsupportedAttention("its attention does not use the attention interface of transformers")
         self._calls, self._masks = recorded.calls, recorded.masks
         expected = [window if window < self.max_len else 0 for window in self._windows]
         found = [call.window for call in recorded.calls]
         if found != expected if len(found) == len(expected) else not {*found} <= {*expected}:
-            raise UnsupportedAttention("its masks have other sliding windows than its KV cache")
+            raise UnsupportedAttention("the sliding windows of its masks differ from those of its KV cache")
 
     def _run_body(self, token_ids: Tensor, positions: Tensor) -> Any:
-        """Run the body for ``[tokens]`` int64 and their positions."""
+        """Run the body of the model for token ids and their positions, ``[tokens]`` int64 each."""
         return self._body(
             input_ids=token_ids[None],
             attention_mask=torch.ones_like(token_ids)[None],
@@ -113,7 +113,7 @@ class TransformersModel(BaseModel):
         ]
 
     def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
-        raise invalid("role", "models run by transformers do not support KV cache transfer")
+        raise invalid("role", "models run by transformers do not support KV cache transfer: omit role")
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:

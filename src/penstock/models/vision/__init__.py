@@ -1,1 +1,1 @@
-"""Vision towers, and the vision transformer of most of them."""
+"""Vision towers, and the vision transformer (ViT) that most towers share."""

@@ -31,11 +31,12 @@ from .patches import normalized_patches, patch_positions
 
 
 class ErnieVisionTower(MRoPEPositions):
-    """A ``VisionTower``. All ranks have the whole tower, and it is not quantized.
+    """A ``VisionTower``. Every rank computes the whole tower, which is not quantized.
 
     Args:
-        mrope, embed: M-RoPE and embedding of the language model.
-        eps: epsilon of the language model's norms.
+        mrope: M-RoPE of the language model.
+        embed: embedding of the language model.
+        eps: epsilon of the norms in the language model.
     """
 
     def __init__(self, context: BuildContext, config: VisionConfig, mrope: MRoPE, embed: Embed, eps: float) -> None:
@@ -86,7 +87,7 @@ def _block(context: BuildContext, config: VisionConfig, number: int, threads: He
 
 
 class _ResamplerMLP:
-    """An MLP and a norm."""
+    """An MLP of the resampler, followed by a layer norm."""
 
     def __init__(self, context: BuildContext, name: str, inputs: int, outputs: int) -> None:
         self._mlp = VisionMLP(context, f"{name}.0", f"{name}.2", (inputs, outputs, outputs), F.gelu)
@@ -97,7 +98,7 @@ class _ResamplerMLP:
 
 
 KINDS = ("text_moe", "vision_moe")
-"""Module names of a layer's experts for text and for images, in the order of their indices in checkpoints."""
+"""Module names of a layer's text experts and image experts. Checkpoints number the experts in this order."""
 MODULE = re.compile(rf"(.+\.mlp)\.({'|'.join(KINDS)})\.(.+)")
 VISION_TOKENS = {
     "image_token_id": 100295,
@@ -107,7 +108,7 @@ VISION_TOKENS = {
     "video_start_token_id": 101306,
     "video_end_token_id": 101307,
 }
-"""Default ids of the tokens that are routed to the experts for images, by field of ``config.json``."""
+"""Field of ``config.json`` → default id of a token that is routed to the image experts."""
 
 
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
@@ -140,19 +141,19 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Dec
 
 @dataclass
 class ImageTokens:
-    """Mask of the image tokens in a step."""
+    """Masks of the image tokens in a step."""
 
     all: Tensor | None = None
-    """Mask of all tokens, ``[tokens]`` bool."""
+    """True for image tokens, ``[tokens]`` bool."""
     outputs: Tensor | None = None
-    """Mask of ``batch.logits_indices``, ``[rows]`` bool, for the last layer."""
+    """The same for the tokens in ``batch.logits_indices``, ``[rows]`` bool, used in the last layer."""
 
 
 class ErnieDecoder(Decoder):
     """A ``Decoder`` that computes the mask of image tokens for its layers.
 
     Args:
-        image_tokens: mask, updated in each step.
+        image_tokens: masks, updated in each step.
         token_ids: ids of image tokens, int64.
     """
 
@@ -204,8 +205,8 @@ class ModalityExperts:
 
 
 class _ExpertWeights:
-    """``layers.Weights`` with separate names for the experts and routers of text and images. In checkpoints the indices
-    of image experts follow those of text experts, and routers are transposed."""
+    """``layers.Weights`` with separate names for the experts and routers of text and images. In checkpoints, image
+    experts are numbered after text experts, and routers are transposed."""
 
     def __init__(self, base: Weights, num_experts: int) -> None:
         self._base = base
@@ -236,7 +237,7 @@ class _ExpertWeights:
         return self._base.read_quantized(self._stored(name), outputs, inputs, rows)
 
     def _stored(self, name: str) -> str:
-        """Name in the checkpoint of an expert's matrix; other names are unchanged."""
+        """Name of an expert's matrix in the checkpoint; other names are returned unchanged."""
         if not (match := MODULE.fullmatch(name)) or not match[3].startswith("experts."):
             return name
         _, number, rest = match[3].split(".", 2)

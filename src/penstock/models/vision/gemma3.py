@@ -1,5 +1,5 @@
-"""Vision tower of Gemma 3 (Gemma Team, 2025): SigLIP, with patches averaged to 256 features per image, which attend to
-each other bidirectionally."""
+"""Vision tower of Gemma 3 (Gemma Team, 2025): SigLIP, with patches averaged to 256 features per image. The features of
+an image attend to each other bidirectionally."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .vit import ViT, make_norm
 
 
 class Gemma3VisionTower(TokenPositions):
-    """A ``VisionTower``.
+    """The ``VisionTower`` of Gemma 3.
 
     Args:
         context: result of ``tower_context``.

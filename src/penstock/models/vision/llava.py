@@ -54,8 +54,8 @@ class LlavaVisionTower(TokenPositions):
 
 
 class OneVisionTower(LlavaVisionTower):
-    """A ``VisionTower`` that joins the features of tiles, drops those of padding, and appends a learned newline feature
-    to each row.
+    """A ``VisionTower`` that joins the features of tiles, drops the features of padding, and appends a learned newline
+    feature to each row.
 
     Args:
         context: result of ``tower_context``.
@@ -69,7 +69,7 @@ class OneVisionTower(LlavaVisionTower):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """See ``VisionTower.encode``. The features of the whole image precede those of its tiles."""
+        """See ``VisionTower.encode``. The features of the whole image precede the features of the tiles."""
         whole, *tiles = self.encode_tiles(image)
         if not tiles:
             return torch.cat((whole, self._newline[None]))

@@ -1,4 +1,4 @@
-"""Patches of images and frames: pixels and positions."""
+"""Pixels and positions of the patches of images and frames."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from penstock.core.multimodal import ImageInput
 
 
 def normalized_patches(image: ImageInput, patch: int, merge: int, temporal: int) -> np.ndarray:
-    """Normalized pixels of an image's patches, ``[patches, 3 * temporal * patch * patch]`` float32, as ``pixel_values``
-    of transformers' processor. Patches are grouped by feature; the last frame is repeated up to ``temporal``.
+    """Normalized pixels of an image's patches, ``[patches, 3 * temporal * patch * patch]`` float32 (``pixel_values`` of
+    transformers), grouped by feature. The last frame of an image with fewer than ``temporal`` frames is repeated.
 
     Args:
         patch: edge of a patch in pixels.
-        merge: edge of a feature in patches.
+        merge: number of patches along each edge of the square that is merged to one feature.
         temporal: number of frames per patch.
     """
     pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.num_frames, image.height, image.width, 3)
@@ -47,7 +47,7 @@ def patch_positions(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor
 
     Args:
         rows, columns: number of rows and columns of features.
-        merge: edge of a feature in patches.
+        merge: number of patches along each edge of the square that is merged to one feature.
     """
     grid = torch.arange(rows * merge * columns * merge).view(rows, merge, columns, merge).transpose(1, 2)
     indices = grid.reshape(rows * columns, merge**2)

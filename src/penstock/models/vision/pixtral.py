@@ -23,7 +23,7 @@ from .vit import ViT
 
 
 class PixtralVisionTower(TokenPositions):
-    """A ``VisionTower``. The tokens between an image's rows, and at its end, keep their embeddings.
+    """The ``VisionTower`` of Pixtral. The tokens after each row of an image keep their embeddings.
 
     Args:
         context: result of ``tower_context``.
@@ -45,7 +45,7 @@ class PixtralVisionTower(TokenPositions):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """See ``VisionTower.encode``. Tokens without features have zeros."""
+        """See ``VisionTower.encode``. The rows of tokens that keep their embeddings are zeros."""
         patch = self._config.patch_size
         rows, columns = image.height // patch, image.width // patch
         rope = _rope(rows, columns, self._config.size // self._config.heads, self._theta)
@@ -57,7 +57,7 @@ class PixtralVisionTower(TokenPositions):
 
 
 class _Merger:
-    """Norm of patches, and merger of squares of patches to one vector.
+    """Norm of patches, followed by a linear layer that merges each square of patches to one vector.
 
     Args:
         merge: edge of a square in patches.
@@ -70,14 +70,14 @@ class _Merger:
         self._layer = Linear(context, name, size * merge**2, size, bias=False)
 
     def __call__(self, x: Tensor, rows: int, columns: int) -> Tensor:
-        """``[rows * columns, size]`` to ``[squares, size]``."""
+        """Merge ``[rows * columns, size]``. Returns ``[squares, size]``."""
         merge = self._merge
         grid = self._norm(x).view(rows // merge, merge, columns // merge, merge, self._size)
         return self._layer(grid.permute(0, 2, 4, 1, 3).reshape(-1, self._size * merge**2))
 
 
 def _rope(rows: int, columns: int, head_dim: int, theta: float) -> Tensor:
-    """Cosines and sines, ``[2, patches, head_dim]`` float32. Rows use the even frequencies, columns the odd ones."""
+    """Cosines and sines, ``[2, patches, head_dim]`` float32. Rows use even frequency indices, columns odd indices."""
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     down = torch.arange(rows).repeat_interleave(columns)
     right = torch.arange(columns).repeat(rows)

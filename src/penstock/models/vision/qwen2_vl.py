@@ -32,10 +32,11 @@ EPS = 1e-6
 
 
 class QwenVisionTower(MRoPEPositions):
-    """A ``VisionTower``. All ranks have the whole tower, and it is not quantized.
+    """A ``VisionTower``. Every rank computes the whole tower, which is not quantized.
 
     Args:
-        mrope, embed: M-RoPE and embedding of the language model.
+        mrope: M-RoPE of the language model.
+        embed: embedding of the language model.
     """
 
     def __init__(self, context: BuildContext, config: Qwen2VisionConfig, mrope: MRoPE, embed: Embed) -> None:
@@ -70,7 +71,7 @@ class QwenVisionTower(MRoPEPositions):
         return features[order.argsort().to(self._device)]
 
     def _windows(self, rows: int, columns: int) -> tuple[Tensor, list[int]]:
-        """Indices of the features, grouped by window, ``[features]`` int64, and the number of patches per window."""
+        """Order of the features by window, ``[features]`` int64, and the number of patches of each window."""
         order = torch.arange(rows * columns).view(rows, columns)
         edge = self._config.window
         if not edge:

@@ -27,11 +27,12 @@ EPS = 1e-6
 
 
 class Qwen3VisionTower(MRoPEPositions):
-    """A ``VisionTower``. All ranks have the whole tower, and it is not quantized.
+    """A ``VisionTower``. Every rank computes the whole tower, which is not quantized.
 
     Args:
-        mrope, embed: M-RoPE and embedding of the language model.
-        deepstack: see ``VisionTower``.
+        mrope: M-RoPE of the language model.
+        embed: embedding of the language model.
+        deepstack: see ``VisionTower.deepstack``.
     """
 
     def __init__(
@@ -101,10 +102,10 @@ def _block(context: BuildContext, config: Qwen3VisionConfig, number: int, thread
 
 
 class _Merger:
-    """Merger of the patches of a feature.
+    """Norm and MLP that merge a square of patches to one feature.
 
     Args:
-        norm_merged: normalize the patches of a feature together; else each patch.
+        norm_merged: True: normalize the patches of a feature together; False: normalize each patch.
     """
 
     def __init__(self, context: BuildContext, config: Qwen3VisionConfig, name: str, norm_merged: bool) -> None:
@@ -115,7 +116,7 @@ class _Merger:
         self._mlp = VisionMLP(context, f"{name}.linear_fc1", f"{name}.linear_fc2", sizes, F.gelu)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[patches, size]`` to ``[features, output size]``."""
+        """Merge ``[patches, size]``. Returns ``[features, output size]``."""
         x = self._norm(x.view(-1, self._merged)) if self._norm_merged else self._norm(x).view(-1, self._merged)
         return self._mlp(x)
 
@@ -134,7 +135,7 @@ class DeepstackMLP:
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
         out = self._mlp(x, lora_slots)
-        return self._ops.add_residual(out, self._ops.clone(self._features[: len(out)]))  # layers may modify the result
+        return self._ops.add_residual(out, self._ops.clone(self._features[: len(out)]))  # later layers modify the sum
 
 
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:

@@ -21,11 +21,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: activations.ACTIVATIONS[key] for name, key in TEXT_ACTIVATIONS.items()},
     "quick_gelu": quick_gelu,
 }
-"""Activation functions by ``hidden_act``."""
+"""``hidden_act`` → activation function."""
 
 
 class ViT:
-    """An encoder of independent tiles.
+    """A vision transformer that encodes each tile of an image independently.
 
     Args:
         context: result of ``tower_context``.
@@ -59,10 +59,10 @@ class ViT:
         ]
 
     def __call__(self, image: ImageInput, rope: Tensor | None = None) -> Tensor:
-        """Hidden states of an image's patches, ``[tiles, patches, layers * size]``. A class token precedes the patches.
+        """Hidden states of the class token, if it exists, and the patches, ``[tiles, patches, layers * size]``.
 
         Args:
-            rope: see ``VisionAttention``.
+            rope: ``[2, patches, head_dim]`` float32: cosines and sines; None: no rotary embedding.
         """
         patches = torch.from_numpy(tile_patches(image, self._config.patch_size)).to(self._device, self._dtype)
         x = self._patch_embed(patches.flatten(0, 1)).view(image.tiles, -1, self._config.size)
@@ -81,7 +81,7 @@ class ViT:
 
 
 def make_norm(context: BuildContext, config: ViTConfig, name: str) -> Norm:
-    """Build a norm of the encoder's kind."""
+    """Build an RMS norm or a layer norm, as ``config.rms_norm`` says."""
     if config.rms_norm:
         return RMSNorm(context, name, config.size, config.eps)
     return LayerNorm(context, name, config.size, config.eps, bias=True)

@@ -35,14 +35,14 @@ SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 
 
 class Checkpoint:
-    """``layers.Weights``: the safetensors files of a folder, else ``pytorch_model.bin``. Tensors are read on demand. A
-    single file may have another name, such as ``gptq_model-4bit-128g.safetensors``.
+    """``layers.Weights`` from the safetensors files of a folder; if it has none, from ``pytorch_model.bin``. Tensors
+    are read on demand. A single file may have another name, such as ``gptq_model-4bit-128g.safetensors``.
 
     Args:
         format: format of quantized matrices; None: no quantization.
-        whole: require all files of the index. A pipeline stage needs only those of its layers.
+        whole: require all files of the index. A pipeline stage only needs the files with its layers.
 
-    Raises ``PenstockError`` (``invalid``) for missing or damaged files, or files with other objects than tensors.
+    Raises ``PenstockError`` (``invalid``) for missing or damaged files, or files with objects other than tensors.
     """
 
     def __init__(self, folder: Path, format: CheckpointFormat | None = None, whole: bool = True) -> None:
@@ -65,10 +65,10 @@ class Checkpoint:
             raise invalid(
                 "model",
                 f"{folder} has weights only as pickles ({pickles[0].name}), which can run code and are not loaded. "
-                "Convert them to safetensors first.",
+                "Convert them to safetensors.",
             )
         else:
-            raise invalid("model", f"{folder} has no {SINGLE}")
+            raise invalid("model", f"{folder} has no {SINGLE}: name a folder with a Hugging Face checkpoint")
         self._unprefixed = "embed_tokens.weight" in self._file_of
 
     @cached_property
@@ -79,8 +79,8 @@ class Checkpoint:
     def state(self) -> str:
         """Digest of the files on this machine: ``config.json``, the index, and names, headers, sizes and times.
 
-        A copy of the files has another state, and so do changed weights in any case. The time of the last status change
-        (``ctime``) is included, because tools that copy files restore the modification time.
+        A copy of the files has another state; changed weights always have another state. The time of the last status
+        change (``ctime``) is included, because tools that copy files restore the modification time.
         """
         digest = hashlib.sha256()
         for name in ("config.json", INDEX, PYTORCH_INDEX):
@@ -95,28 +95,29 @@ class Checkpoint:
         return digest.hexdigest()
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """See ``layers.Weights.read``. Only the file's pages with these rows are read, when they are used.
+        """See ``layers.Weights.read``. The file is mapped: its pages are read when the rows are used.
 
-        Checkpoints of the decoder only, as saved for embedding models, have names without ``model.``.
+        In checkpoints that only have the decoder (embedding models), names have no prefix ``model.``.
         """
         if (stored_shape := self.shape(name)) != shape:
-            raise invalid("model", f"tensor {name} has shape {stored_shape}, config.json wants {shape}")
+            raise invalid("model", f"tensor {name} has shape {stored_shape}; config.json requires {shape}")
         tensor = self._file(name).read(self.stored_name(name), rows if rows and rows != (0, shape[0]) else None)
         if not as_stored and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
-            raise invalid("model", f"tensor {name} is of {tensor.dtype}, not of 16-bit or 32-bit floating point")
+            message = f"tensor {name} has dtype {tensor.dtype}; it must be 16-bit or 32-bit floating point"
+            raise invalid("model", message)
         self.bytes_read += tensor.nbytes
         self._read.add(name)
         return tensor
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors, for ``read``."""
+        """Names of all tensors, as ``read`` expects them."""
         return [f"model.{name}" if self._unprefixed else name for name in self._file_of]
 
     def ignored(self) -> list[str]:
-        """Names of weights and biases that were not read although others of the same layer were: the model of
-        ``config.json`` does not use them. Tensors of experts are left out, as other ranks may read them, and zero
-        biases, which GPTQ files have for all matrices."""
+        """Names of weights and biases that the model of ``config.json`` does not use: they were not read, but other
+        tensors of the same layer were. Two kinds are not listed: tensors of experts, which other ranks may read, and
+        zero biases, which GPTQ files have for all matrices."""
         layers = {match[1] for name in self._read if (match := LAYER.match(name))}
         unread = [name for name in self.names if name not in self._read and name.endswith((".weight", ".bias"))]
         return [
@@ -129,7 +130,7 @@ class Checkpoint:
         ]
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Whether a tensor is a bias of a quantized matrix, and zero."""
+        """Whether a tensor is the bias of a quantized matrix, and all its values are zero."""
         if not name.endswith(".bias") or self.format_of(name.removesuffix(".bias")) == UNQUANTIZED:
             return False
         return not self._file(name).read(self.stored_name(name), None).any()
@@ -168,7 +169,7 @@ class Checkpoint:
         return self._files[file]
 
     def _lacks(self, files: str) -> Exception:
-        return invalid("model", f"{self._folder} lacks {files}, which its index names")
+        return invalid("model", f"{self._folder} lacks {files}, which its index names: download the checkpoint again")
 
 
 def has_other_pytorch_head(folder: Path) -> bool:
@@ -188,7 +189,7 @@ def _has_other_pytorch_head(folder: Path, files: FileStates) -> bool:
         return False
     one, other = (checkpoint.read(name, *checkpoint.shape(name), as_stored=True) for name in (heads[0], embeddings[0]))
     if one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride():
-        return one.dtype is not other.dtype  # tied tensors share their storage
+        return one.dtype is not other.dtype  # same memory: the tensors are tied
     return not torch.equal(one, other)
 
 
@@ -196,8 +197,8 @@ _cached_comparison = lru_cache(maxsize=16)(_has_other_pytorch_head)
 
 
 def tied_embedding(checkpoint: Checkpoint) -> Callable[[str], Stored] | None:
-    """Function from a module to its location in a checkpoint with tied embeddings that has the matrix only as language
-    model head; None for other checkpoints."""
+    """Function from a module name to its location, for a checkpoint with tied embeddings that stores the matrix only as
+    language model head. None for other checkpoints."""
     heads = [name for name in checkpoint.names if matches(name, HEAD) and name.endswith(".weight")]
     if not heads or any(matches(name, EMBEDDING) for name in checkpoint.names):
         return None
@@ -206,7 +207,7 @@ def tied_embedding(checkpoint: Checkpoint) -> Callable[[str], Stored] | None:
 
 
 def _names(folder: Path) -> tuple[str, str]:
-    """File names of the index and of the unsharded checkpoint, of which the folder has one."""
+    """Names of the index file and of the single weight file. The folder has one of these."""
     for index, single in ((INDEX, SINGLE), (PYTORCH_INDEX, PYTORCH_SINGLE)):
         if (folder / index).exists() or (folder / single).exists():
             return index, single
@@ -217,22 +218,24 @@ def _names(folder: Path) -> tuple[str, str]:
 
 
 MAX_NAMED = 3
-"""Maximum number of missing files named in an error."""
+"""Maximum number of missing files named in an error message."""
 MAX_FILE_NAME = 255
 """Maximum length of a file name in bytes on Linux."""
 
 
 def _read_index(path: Path, suffix: str) -> dict[str, str]:
-    """Tensor name → file name. Raises ``PenstockError`` (``invalid``) for files of another kind or in other folders."""
+    """Read an index: tensor name → file name. Raises ``PenstockError`` (``invalid``) for a damaged index, or file names
+    with another suffix or in other folders."""
     try:
         files = msgspec.json.decode(read_text_file(path), type=Index).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise invalid("model", f"{path} is damaged ({error}). Fetch it again.") from error
+        raise invalid("model", f"{path} is damaged ({error}): download the file again") from error
     for file in files.values():
         if len(os.fsencode(file)) > MAX_FILE_NAME:
-            raise invalid("model", f"{path} names {file[:40]!r}…, a name of {len(file)} characters, which is too long")
+            message = f"{path} names {file[:40]!r}…, a file name of {len(os.fsencode(file))} bytes"
+            raise invalid("model", f"{message}; the limit is {MAX_FILE_NAME}")
         if Path(file).name != file:
-            raise invalid("model", f"{path} names {file!r}, which is not a file in the same folder")
+            raise invalid("model", f"{path} names {file!r}; it must name a file in the same folder")
         if Path(file).suffix != suffix:
-            raise invalid("model", f"{path} names {file!r}, which is not a {suffix} file")
+            raise invalid("model", f"{path} names {file!r}; it must name a {suffix} file")
     return files

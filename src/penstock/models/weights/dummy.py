@@ -1,4 +1,4 @@
-"""Random weights, for benchmarks without a checkpoint."""
+"""Random weights, for benchmarks without a checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.ops import QuantizedWeight
 
 
 class DummyWeights:
-    """``layers.Weights`` with random values, which depend on name, seed and device type (``load_format="dummy"``).
+    """``layers.Weights`` with random values that depend on name, seed and device type (``load_format="dummy"``).
 
     Args:
         folder: folder of the checkpoint, with ``config.json``.
@@ -35,15 +35,15 @@ class DummyWeights:
         return hashlib.sha256(drawn + self._config.read_bytes()).hexdigest()
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """Vectors of ones, and normally distributed matrices with standard deviation ``inputs ** -0.5``."""
+        """Vectors are filled with 1; matrices are normally distributed with standard deviation ``inputs ** -0.5``."""
         if len(shape) == 1:
             tensor = torch.ones(shape, dtype=self._dtype, device=self._device)
         else:
-            importlib.import_module("torch._prims.rng_prims")  # not imported in engine processes (engine/lean_torch.py)
+            importlib.import_module("torch._prims.rng_prims")  # engine processes lack it (engine/lean_torch.py)
             generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()) + self._seed)
             empty = torch.empty(shape, dtype=self._dtype, device=self._device)
             tensor = empty.normal_(std=shape[-1] ** -0.5, generator=generator)
-        return tensor if rows is None else tensor[rows[0] : rows[1]].clone()  # frees the rest of the tensor
+        return tensor if rows is None else tensor[rows[0] : rows[1]].clone()  # a copy, so that the tensor is freed
 
     def has(self, name: str) -> bool:
         return True
@@ -52,4 +52,4 @@ class DummyWeights:
         return UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
-        raise AssertionError(name)  # not called for unquantized weights
+        raise AssertionError(name)  # never called: format_of returns UNQUANTIZED

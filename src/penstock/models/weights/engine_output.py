@@ -1,4 +1,4 @@
-"""Writer of one rank's weights in an engine folder, file by file, so that few of them are in memory."""
+"""Writer of one rank's weights in an engine folder. It writes file by file, to keep few weights in memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .packed_file import PackedFile, PackedLayout, verifiers
 class EngineOutput:
     """``layers.PackedOutput``: writes a rank's weights to files, in build order.
 
-    A file gets its name when it is complete and on disk, and complete files of the same build are kept. So an
-    interrupted build continues where it stopped, and writes the same bytes.
+    A file gets its name when it is complete and on disk, and complete files of the same build are kept. An interrupted
+    build therefore continues where it stopped, and writes the same bytes.
 
     Args:
         rank: index of the rank's folder.
         weights: weights of the checkpoint, for the formats of quantized matrices.
-        progress: called with the bytes that were packed, or found in complete files.
+        progress: called with the number of bytes that were packed, or found in complete files.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class EngineOutput:
         self._progress = progress
         self._state = shard_state(config, rank)
         self._done: set[str] = set()
-        """Names in complete files."""
+        """Names of the matrices and tensors in complete files."""
         self._matrices: dict[str, dict[str, Tensor]] = {}
         """Matrices for the next file."""
         self._bytes = 0
@@ -48,7 +48,7 @@ class EngineOutput:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Context manager around all calls of ``add``. Waits for another process that still writes to the folder."""
+        """Context manager around all calls of ``add``. If another process writes to the folder, waits for its end."""
         with locked(self._folder):
             self._keep_complete_files()
             yield
@@ -74,7 +74,7 @@ class EngineOutput:
         self.add(name, {TENSOR: tensor})
 
     def _keep_complete_files(self) -> None:
-        """Find the complete files of this build, up to the first missing or damaged one, and delete all others."""
+        """Find the complete files of this build, up to the first missing or damaged file. Delete other files."""
         kept = set()
         while (path := self._folder / shard_name(self._count)).exists() and (names := self._read(path)):
             self._done |= names
@@ -85,7 +85,7 @@ class EngineOutput:
                 path.unlink()
 
     def _read(self, path: Path) -> set[str]:
-        """Names in a file; empty if it is incomplete, damaged, or of another build."""
+        """Names of matrices and tensors in a file; empty if the file is incomplete, damaged, or of another build."""
         threads = verifiers()
         try:
             with open_regular(path) as file:

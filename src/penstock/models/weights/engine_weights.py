@@ -1,4 +1,4 @@
-"""Weights of an engine folder, in mapped files."""
+"""Reader of the weights in an engine folder. Its files are mapped."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from penstock.ops import QuantizedWeight
 from .packed_file import PackedFile, verifiers
 
 TENSOR = ""
-"""Name of the tensor of an unpacked weight: norms, biases, and matrices that a backend does not pack."""
+"""Tensor name of an unpacked weight: a norm, a bias, or a matrix that the backend does not pack."""
 
 
 def shard_state(config: EngineConfig, rank: int) -> str:
-    """``Header.state`` of a rank's files: a hash of everything that their contents depend on."""
+    """``Header.state`` of a rank's files: a hash of everything that the contents of the files depend on."""
     parts = config.producer, config.layout, config.weights_version, config.dtype, config.quantization
     sizes = (
         config.tensor_parallel_size,
@@ -54,7 +54,7 @@ class EngineWeights:
         self._config = config
         self._folder = rank_folder(folder, number)
         self._files: dict[str, PackedFile] = {}
-        """File of each packed matrix and tensor."""
+        """Name of a packed matrix or tensor → its file."""
         self._formats: dict[str, Format] = {}
         self.mapped_bytes = 0
         state, threads, count = shard_state(config, number), verifiers(), 0
@@ -74,7 +74,7 @@ class EngineWeights:
         except (OSError, ValueError) as error:
             raise self._broken(f"{path} cannot be used ({error})") from error
         if found.header.state != state:
-            raise self._broken(f"{path} is of another build than {self._folder.parent / 'config.json'}")
+            raise self._broken(f"{path} and {self._folder.parent / 'config.json'} are from different builds")
         self._files |= dict.fromkeys(found.tensors, found)
         self._formats |= found.header.formats
         self.mapped_bytes += found.header.size
@@ -88,7 +88,7 @@ class EngineWeights:
         return file.tensors[name]
 
     def add(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Do nothing: matrices that the folder has unpacked are packed at each start."""
+        """Do nothing: a matrix that is unpacked in the folder is packed at each start."""
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
         """See ``layers.Weights.read``. The folder only has this rank's rows."""
@@ -96,14 +96,15 @@ class EngineWeights:
         if found is None:
             raise self._broken(f"{self._folder} lacks {name}")
         if tuple(found[TENSOR].shape) != (end - first, *shape[1:]):
-            raise self._broken(f"{name} in {self._folder} has the shape {tuple(found[TENSOR].shape)}")
+            expected = (end - first, *shape[1:])
+            raise self._broken(f"{name} in {self._folder} has shape {tuple(found[TENSOR].shape)}, not {expected}")
         return found[TENSOR]
 
     def has(self, name: str) -> bool:
         return name in self._files
 
     def format_of(self, name: str) -> Format:
-        """Format in the checkpoint."""
+        """Format of a matrix in the checkpoint; ``UNQUANTIZED`` if it was not quantized."""
         return self._formats.get(name, UNQUANTIZED)
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
@@ -111,11 +112,11 @@ class EngineWeights:
 
     def _broken(self, problem: str) -> Exception:
         checkpoint = self._config.checkpoint
-        return invalid("model", f"{problem}: run the same penstock build again (the checkpoint was {checkpoint})")
+        return invalid("model", f"{problem}: run the same penstock build again (from the checkpoint {checkpoint})")
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading. Raises ``OSError`` for others, e.g. a FIFO, without waiting for its writer."""
+    """Open a regular file for reading. Raises ``OSError`` for other files, without waiting for a FIFO's writer."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

@@ -1,4 +1,4 @@
-"""Checkpoints with fused experts: one tensor for a projection of all experts in a layer."""
+"""Reader of checkpoints with fused experts: one tensor has a projection of all experts in a layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.layers import Weights
 from penstock.ops import QuantizedWeight
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.([^.]+)")
-"""Name of an expert's matrix in layers."""
+"""Pattern of the name that layers use for an expert's matrix."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class _Part:
     """Name of the fused tensor, without ``_bias``."""
     expert: int
     number: int
-    """Index of the projection in the tensor."""
+    """Index of the projection among those in the tensor."""
     projections: int
     """Number of projections per expert in the tensor."""
 
 
 class FusedExperts:
     """``layers.Weights`` with a name for each expert's matrix, ``experts.3.gate_proj.weight``, even if ``base`` has a
-    fused tensor ``experts.gate_up_proj``, with biases in ``experts.gate_up_proj_bias``. Only the file's pages with the
-    expert are read.
+    fused tensor ``experts.gate_up_proj``, with biases in ``experts.gate_up_proj_bias``. Only the pages of the file with
+    the requested expert are read.
 
     Args:
         projections: names of an expert's gate, up and down projections in layers.
@@ -89,7 +89,7 @@ class FusedExperts:
             size = outputs * part.projections
             expert_rows = part.expert * size, (part.expert + 1) * size
             found = self._base.read_quantized(part.tensor, self._num_experts * size, inputs, expert_rows)
-            self._last = part.tensor, part.expert, found  # the other projection is usually read next
+            self._last = part.tensor, part.expert, found  # the next call usually reads the same expert's up projection
         expert = self._last[2]
         chosen = range(outputs * part.projections)[self._outputs(part, outputs)][rows[0] : rows[1]]
         step = slice(chosen.start, chosen.stop, chosen.step)
@@ -100,7 +100,7 @@ class FusedExperts:
         return replace(expert, values=expert.values[step], scales=expert.scales[step], offsets=offsets)
 
     def _find(self, name: str) -> _Part | None:
-        """Location of an expert's matrix; None for other matrices, and experts that are not fused."""
+        """Location of an expert's matrix; None for other matrices, and for experts that are not fused."""
         if not (found := EXPERT.fullmatch(name)) or found[3] not in self._projections:
             return None
         number = self._projections.index(found[3])

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTERLEAVED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
-"""Query and key tensors."""
+"""Pattern of the names of query and key tensors, whose rows may be interleaved."""
 PLACES = {"attn_q": 0, "attn_k": 2, "attn_v": 1, "ffn_gate": 0, "ffn_up": 1, "ffn_gate_exps": 0, "ffn_up_exps": 1}
-"""Position of a tensor in a fused tensor: its start is N times its size before the end; 0: at the start."""
+"""Tensor → its place N in a fused tensor: N times its number of rows before the end; 0: at the beginning."""
 
 
 def find_gguf(folder: Path) -> list[Path]:
@@ -42,11 +42,11 @@ def find_gguf(folder: Path) -> list[Path]:
 
 
 class _Place(NamedTuple):
-    """Location of a tensor's rows, or of a vector's elements."""
+    """Location of the rows of a matrix, or of the elements of a vector, in a GGUF tensor."""
 
     tensor: GGUFTensor
     first: int
-    """First row in ``tensor``, with its leading dimensions flattened."""
+    """First row in ``tensor``, after flattening all dimensions of the tensor but the last."""
     interleaved: bool = False
     """Rows alternate between both halves of a head (GPT-J layout)."""
 
@@ -55,12 +55,12 @@ class GGUFCheckpoint:
     """The tensors of a GGUF file under the names of a Hugging Face checkpoint.
 
     Each expert's matrix has a name (``experts.3.up_proj.weight``), although files have one tensor for all experts of a
-    layer. The same is true of projections that files may have fused (``q_proj``, ``k_proj``, ``v_proj``).
+    layer. Projections also have separate names (``q_proj``, ``k_proj``, ``v_proj``) if the file has a fused tensor.
 
     Args:
         folder: the checkpoint folder, with a ``config.json``.
         parts: the file, or its parts in order.
-        head_dim: elements of a head.
+        head_dim: elements per head.
 
     Raises ``PenstockError``: ``invalid`` for a damaged file, ``unsupported`` for unsupported tensor types.
     """
@@ -73,12 +73,12 @@ class GGUFCheckpoint:
         self._bytes: dict[str, Tensor] = {}
         for file in files:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # the buffer is read-only
+                warnings.simplefilter("ignore", UserWarning)  # torch warns about the read-only buffer
                 content = torch.frombuffer(file.content, dtype=torch.uint8)
             self._bytes |= dict.fromkeys(file.tensors, content)
         self._head_dim = head_dim
         self.bytes_read = 0
-        """Bytes of all tensors and slices read so far, in the file's types."""
+        """Bytes of all tensors and slices read so far, as stored in the file."""
         types = Counter(tensor.type.name for tensor in self._tensors.values())
         logger.info("%s has tensors of %s", parts[0], ", ".join(f"{name} ({count})" for name, count in types.items()))
 
@@ -96,14 +96,14 @@ class GGUFCheckpoint:
         return digest.hexdigest()
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """See ``layers.Weights.read``. Only the file's pages with these rows are read, when they are used."""
+        """See ``layers.Weights.read``. The file is mapped: its pages are read when the rows are used."""
         wanted = rows or (0, shape[0])
         if parts := self._key_value_parts(name):
             return self._key_value_matrix(parts, shape)[slice(*wanted)]
         place = self._find(name, shape)
         tensor = place.tensor
         if (dtype := FLOATS.get(tensor.type.name)) is None:
-            raise invalid("model", f"tensor {tensor.name} is of {tensor.type.name}, not of floating-point numbers")
+            raise invalid("model", f"tensor {tensor.name} has type {tensor.type.name}; it must be F32, F16 or BF16")
         read = self._rows(place, prod(shape[1:]), wanted).view(dtype)
         if self._architecture.norm_offset and tensor.name.endswith("norm.weight"):
             read = read.float() - self._architecture.norm_offset
@@ -121,8 +121,8 @@ class GGUFCheckpoint:
         return read_blocks(place.tensor.type, self._rows(place, inputs, rows))
 
     def _stored(self, name: str) -> tuple[GGUFTensor | None, int | None]:
-        """The tensor that holds a weight, possibly a fused one (None: the file has none), and the expert's index in it
-        (None: not a tensor of experts)."""
+        """The tensor that contains a weight, possibly fused (None: absent), and the expert's index in it (None: not a
+        tensor of experts)."""
         stored, expert = self._architecture.stored_name(name)
         if tensor := self._tensors.get(stored):
             return tensor, expert
@@ -133,7 +133,7 @@ class GGUFCheckpoint:
         return next((tensor for tensor in found if tensor), None), expert
 
     def _find(self, name: str, shape: tuple[int, ...]) -> _Place:
-        """The location of a weight. Raises ``PenstockError`` (``invalid``) if it is absent or has another shape."""
+        """Location of a weight. Raises ``PenstockError`` (``invalid``) if the file lacks it, or its shape differs."""
         tensor, expert = self._stored(name)
         stored, _ = self._architecture.stored_name(name)
         if tensor is None:
@@ -141,7 +141,7 @@ class GGUFCheckpoint:
         found, first = tensor.shape, 0
         if expert is not None:
             if expert >= found[0] or len(found) < 2:
-                raise invalid("model", f"tensor {tensor.name} has shape {found}: it has no expert {expert}")
+                raise invalid("model", f"tensor {tensor.name} has shape {found}; config.json requires expert {expert}")
             found, first = found[1:], expert * found[1]
         part = stored.rpartition(".")[0].rpartition(".")[2]
         interleaved = self._architecture.interleaved and bool(INTERLEAVED.fullmatch(stored))
@@ -149,14 +149,14 @@ class GGUFCheckpoint:
         if is_part and found[1:] == shape[1:] and found[0] > PLACES[part] * shape[0]:
             return _Place(tensor, first + (found[0] - PLACES[part] * shape[0]) % found[0], interleaved)
         if is_part or _squeezed(found) != _squeezed(shape):
-            raise invalid("model", f"tensor {tensor.name} has shape {found}, config.json wants {shape}")
+            raise invalid("model", f"tensor {tensor.name} has shape {found}; config.json requires {shape}")
         return _Place(tensor, first, interleaved)
 
     def _rows(self, place: _Place, inputs: int, rows: tuple[int, int]) -> Tensor:
         """A range of rows of a matrix, or of elements of a vector: ``[rows, bytes]`` uint8.
 
         Args:
-            inputs: elements of a row.
+            inputs: number of elements per row.
         """
         tensor, (start, end) = place.tensor, rows
         data = self._bytes[tensor.name][tensor.offset : tensor.offset + tensor.size]
@@ -169,7 +169,7 @@ class GGUFCheckpoint:
         return part
 
     def _key_value_parts(self, name: str) -> tuple[GGUFTensor, GGUFTensor] | None:
-        """Both tensors of a ``kv_b_proj`` that the file has split; None for any other weight."""
+        """The key and the value tensor, if ``name`` is a ``kv_b_proj`` stored in two tensors; else None."""
         stored = self._architecture.stored_name(name)[0]
         if not self._architecture.latent or stored in self._tensors or not stored.endswith(".attn_kv_b.weight"):
             return None
@@ -186,11 +186,11 @@ class GGUFCheckpoint:
                 return matrix
         shapes = " and ".join(str(part.shape) for part in parts)
         raise invalid(
-            "model", f"tensors {parts[0].name} and {VALUES_B} have shapes {shapes}, config.json wants {shape}"
+            "model", f"tensors {parts[0].name} and {VALUES_B} have shapes {shapes}; config.json requires {shape}"
         )
 
     def _numbers(self, tensor: GGUFTensor) -> Tensor:
-        """A whole tensor in float32."""
+        """All values of a tensor in float32, dequantized if necessary."""
         inputs = tensor.shape[-1]
         count = prod(tensor.shape) // inputs
         rows = self._rows(_Place(tensor, 0), inputs, (0, count))
@@ -200,7 +200,7 @@ class GGUFCheckpoint:
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without dimensions of size 1, which files may leave out."""
+    """A shape without its dimensions of size 1. Files may omit such dimensions."""
     return tuple(size for size in shape if size != 1)
 
 

@@ -27,8 +27,8 @@ from .renamed import FUSED
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LANGUAGE_MODELS = ("model.language_model.", "language_model.model.")
-"""Prefixes of layers in vision-language models, in current and older versions of transformers. In Penstock it is
-``model.``."""
+"""Prefixes of layer names in vision-language models, in current and older versions of transformers. Penstock's prefix
+is ``model.``."""
 FIELD = "lora_path"
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (),
@@ -45,9 +45,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (),
     "use_qalora": (),
 }
-"""Unsupported fields of the configuration → values without an effect, in addition to null and false."""
+"""Unsupported field of the configuration → accepted values, which have no effect. Null and false are also accepted."""
 BASE_CHANGING_INITS = ("corda", "lora_ga", "olora", "pissa")
-"""Prefixes of ``init_lora_weights`` that change the base model, so the adapter does not fit the original model."""
+"""Prefixes of ``init_lora_weights`` values that change the base model. Such adapters do not fit the original model."""
 
 
 class LoRAAdapter:
@@ -55,7 +55,7 @@ class LoRAAdapter:
 
     Args:
         version: digest of the adapter's contents, the same on every machine.
-        has_experts: the adapter changes matrices of experts.
+        has_experts: True if the adapter changes matrices of experts.
     """
 
     def __init__(self, parts: Mapping[LoRALayer, list[LoRAWeights]], version: str, has_experts: bool) -> None:
@@ -69,7 +69,7 @@ class LoRAAdapter:
             layer.set(slot, packed)
 
     def deactivate(self, slot: int) -> None:
-        """Empty the slot."""
+        """Remove the weights from a slot that no running step uses."""
         for layer in self._packed:
             layer.set(slot, None)
 
@@ -87,9 +87,9 @@ def load_lora(
 
     Args:
         targets: ``Model.lora_targets``.
-        dtype, device: the model's.
-        max_lora_rank: maximum rank.
-        interleaved: see ``FusedLayout``.
+        dtype, device: dtype and device of the model.
+        max_lora_rank: maximum rank of the adapter.
+        interleaved: outputs of fused gate and up projections alternate (``FusedLayout.interleaved``).
 
     Raises ``PenstockError``: ``invalid`` if files are missing, broken, or do not fit the model, ``unsupported`` for
     unsupported features.
@@ -107,7 +107,7 @@ def load_lora(
     modules = sorted({_module(key, targets) for key in tensors})
     for name in modules:
         if not (target := targets[name]):
-            continue  # another pipeline stage reads it
+            continue  # another pipeline stage has this matrix
         peft_name = fused.get(name, name)
         peft_name = names.get(peft_name, peft_name)
         rank = ranks[peft_name]
@@ -124,27 +124,28 @@ def load_lora(
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """The fields of ``adapter_config.json`` that loading uses, all present and checked."""
+    """Read and check ``adapter_config.json``. Returns the fields that ``load_lora`` uses, with defaults."""
     try:
         given = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
-        raise invalid(FIELD, f"{folder} has no {CONFIG}: give the folder of an adapter in PEFT's format") from error
+        raise invalid(FIELD, f"{folder} has no {CONFIG}: name the folder of an adapter in PEFT's format") from error
     except (ValueError, RecursionError) as error:
         raise invalid(FIELD, f"{folder / CONFIG} is not JSON: {error}") from error
     if not isinstance(given, dict):
-        raise invalid(FIELD, f"{folder / CONFIG} is not a JSON object")
+        raise invalid(FIELD, f"{folder / CONFIG} is not a JSON object (found: {type(given).__name__})")
     if given.get("peft_type") != "LORA":
         kind = str(given.get("peft_type"))[:50]
-        raise PenstockError(Code.UNSUPPORTED, f"{folder} is an adapter of type {kind}; LORA is supported", FIELD)
+        raise PenstockError(Code.UNSUPPORTED, f"{folder} has peft_type {kind}; only LORA is supported", FIELD)
     for name, no_effect in UNSUPPORTED.items():
         if given.get(name) not in (None, False, *no_effect):
-            raise PenstockError(Code.UNSUPPORTED, f"{folder / CONFIG} has {name}, which is not supported", FIELD)
+            message = f"{folder / CONFIG} sets {name} to {given[name]!r:.40}, which is not supported"
+            raise PenstockError(Code.UNSUPPORTED, message, FIELD)
     parameters = given.get("target_parameters") or []
     if not isinstance(parameters, list) or {str(name).rpartition(".")[2] for name in parameters}.difference(
         EXPERT_PARAMETERS
     ):
         supported = " and ".join(EXPERT_PARAMETERS)
-        message = f"{folder / CONFIG} has target_parameters {str(parameters)[:200]}; {supported} are supported"
+        message = f"{folder / CONFIG} has target_parameters {str(parameters)[:200]}; only {supported} are supported"
         raise PenstockError(Code.UNSUPPORTED, message, FIELD)
     if (init := str(given.get("init_lora_weights"))).startswith(BASE_CHANGING_INITS):
         message = f"{folder} was initialized with {init[:20]}, which changes the base model: save it as plain LoRA"
@@ -152,11 +153,12 @@ def _config(folder: Path) -> dict[str, Any]:
     config = {"r": given.get("r"), "lora_alpha": given.get("lora_alpha"), "use_rslora": bool(given.get("use_rslora"))}
     config |= {name: given.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     if not isinstance(config["r"], int) or not _is_number(config["lora_alpha"]):
-        raise invalid(FIELD, f"{folder / CONFIG} must have r and lora_alpha, which are numbers")
+        found = f"r {config['r']!r:.40} and lora_alpha {config['lora_alpha']!r:.40}"
+        raise invalid(FIELD, f"{folder / CONFIG} has {found}; they must be an integer and a number")
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = config[name]
         if not isinstance(pattern, dict) or not all(map(_is_number, pattern.values())):
-            raise invalid(FIELD, f"{name} in {folder / CONFIG} must be an object with numbers")
+            raise invalid(FIELD, f"{name} in {folder / CONFIG} is {pattern!r:.60}; it must be an object with numbers")
     return config
 
 
@@ -168,9 +170,9 @@ def _content(folder: Path) -> bytes:
     path = folder / WEIGHTS
     if not path.exists():
         if (pickle := folder / "adapter_model.bin").exists():
-            message = f"{pickle} is a pickle, which can run code and is not loaded. Save it as safetensors."
+            message = f"{pickle} is a pickle, which can run code and is not loaded: save the adapter as safetensors"
             raise invalid(FIELD, message)
-        raise invalid(FIELD, f"{folder} has no {WEIGHTS}")
+        raise invalid(FIELD, f"{folder} has no {WEIGHTS}: name the folder of an adapter in PEFT's format")
     try:
         return path.read_bytes()
     except OSError as error:
@@ -181,17 +183,17 @@ def _tensors(content: bytes, folder: Path) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     try:
         tensors = load(content)
-    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
-        raise invalid(FIELD, f"{path} is damaged ({error})") from error
+    except (SafetensorError, KeyError) as error:  # KeyError: torch lacks the dtype
+        raise invalid(FIELD, f"{path} is damaged ({error}): download or save the adapter again") from error
     if not tensors:
-        raise invalid(FIELD, f"{path} has no tensors")
+        raise invalid(FIELD, f"{path} has no tensors: save the adapter again")
     return tensors
 
 
 def _rename(
     tensors: Mapping[str, Tensor], targets: Mapping[str, LoRATarget | None]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors with the names of ``targets``. Also the original name of each renamed matrix."""
+    """Rename tensors to the names of ``targets``. Also returns the original name of each renamed matrix."""
     renamed: dict[str, Tensor] = {}
     names: dict[str, str] = {}
     for key, tensor in tensors.items():
@@ -208,8 +210,8 @@ def _rename(
 def _split_fused(
     tensors: Mapping[str, Tensor], targets: Mapping[str, LoRATarget | None]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Split the tensors of fused matrices (``FUSED``): the parts share ``A``, and each has some rows of ``B``. Also the
-    name of the fused matrix for each part."""
+    """Split the tensors of fused matrices (``FUSED``): the parts share ``A``; each part has some rows of ``B``. Also
+    returns the name of the fused matrix for each part."""
     split: dict[str, Tensor] = {}
     fused_names: dict[str, str] = {}
     for key, tensor in tensors.items():
@@ -222,7 +224,7 @@ def _split_fused(
             continue
         sizes = [target.shard.total if (target := targets[name]) else 0 for name in names]
         fits = end == LORA_B and sum(sizes) == len(tensor)
-        parts = tensor.split(sizes) if fits else [tensor] * len(names)  # a wrong shape is reported by _checked
+        parts = tensor.split(sizes) if fits else [tensor] * len(names)  # _checked reports a wrong shape
         for name, part in zip(names, parts, strict=True):
             split[f"{PREFIX}{name}{end}"] = part
             fused_names[name] = whole
@@ -230,7 +232,7 @@ def _split_fused(
 
 
 def _module(key: str, targets: Mapping[str, LoRATarget | None]) -> str:
-    """Name in ``targets`` of the matrix that a tensor changes."""
+    """Name in ``targets`` of the matrix that a tensor changes. A matrix missing there raises ``PenstockError``."""
     for end in (LORA_A, LORA_B):
         name = key.removeprefix(PREFIX).removesuffix(end)
         if key == PREFIX + name + end and name in targets:
@@ -251,5 +253,5 @@ def _checked(tensors: Mapping[str, Tensor], name: str, end: str, shape: tuple[in
     if tuple(tensors[key].shape) != shape:
         raise invalid(FIELD, f"tensor {key} has shape {tuple(tensors[key].shape)}; it must be {shape} for this model")
     if not tensors[key].dtype.is_floating_point:
-        raise invalid(FIELD, f"tensor {key} is of {tensors[key].dtype}; it must be floating-point")
+        raise invalid(FIELD, f"tensor {key} has dtype {tensors[key].dtype}; it must be floating-point")
     return tensors[key]

@@ -1,4 +1,4 @@
-"""LoRA adapters of fused experts (PEFT's ``target_parameters``): one pair of matrices for all experts of a layer."""
+"""LoRA adapters of fused experts (PEFT's ``target_parameters``): one pair A, B for all experts of a layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 """Names of the fused parameters in transformers."""
 LAYER = re.compile(r".+\.layers\.\d+\.")
 WRAPPED = ".base_layer"
-"""Suffix of the module name in one of the pairs, if both parameters of a layer have adapters."""
+"""Suffix of the module name in one of the two pairs of a layer, if both parameters have adapters."""
 
 
 def split_experts(
@@ -28,12 +28,12 @@ def split_experts(
     names: Mapping[str, str],
     interleaved: bool,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Split tensors of fused experts into those of each expert. Also the name of the fused parameter for each expert's
-    matrix. Tensors that fit no parameter of the model are unchanged.
+    """Split the tensors of fused experts into tensors for each expert. Also returns the name of the fused parameter for
+    each expert's matrix. Tensors that fit no parameter of the model are returned unchanged.
 
     Args:
         names: original names of renamed modules.
-        interleaved: see ``FusedLayout``.
+        interleaved: outputs of fused gate and up projections alternate (``FusedLayout.interleaved``).
     """
     modules = _modules(targets)
     split, parameters = dict(tensors), {}
@@ -44,7 +44,7 @@ def split_experts(
             continue
         keys = key, f"{PREFIX}{whole}{LORA_B}"
         first = next(iter(experts[0].values()))
-        if (target := targets[first]) is None:  # another pipeline stage reads it
+        if (target := targets[first]) is None:  # another pipeline stage has this layer
             for old, end in zip(keys, (LORA_A, LORA_B), strict=True):
                 split[f"{PREFIX}{first}{end}"] = split.pop(old, torch.empty(0))
             continue
@@ -71,7 +71,7 @@ def _modules(targets: Mapping[str, LoRATarget | None]) -> dict[str, dict[int, di
 
 
 def _find(modules: Mapping[str, dict[int, dict[int, str]]], name: str) -> dict[int, dict[int, str]] | None:
-    """The experts of a module, whose name in transformers may differ from that in the checkpoint."""
+    """The experts of a module. The name of the module in transformers may differ from its name in the checkpoint."""
     if name in modules or not name.endswith(".experts") or not (layer := LAYER.match(name)):
         return modules.get(name)
     in_layer = [module for module in modules if module.startswith(layer[0])]
@@ -85,9 +85,9 @@ def _parts(
     shapes fit no parameter.
 
     Args:
-        a: ``[experts * rank, inputs]``; the expert is the slower index.
-        b: ``[outputs, rank * experts]``; the rank is the slower index. PEFT swaps inputs and outputs for some models,
-            depending on the order of the parameter's dimensions; this is detected by the shapes.
+        a: ``[experts * rank, inputs]``, with the rows of one expert together.
+        b: ``[outputs, rank * experts]``, with the columns of one rank index together. For some models PEFT swaps inputs
+            and outputs, depending on the order of the parameter's dimensions; the shapes show this.
         sizes: inputs and outputs of the gate projection.
     """
     hidden, size = sizes

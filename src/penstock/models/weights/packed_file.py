@@ -1,4 +1,4 @@
-"""Files of packed weights: a header with a checksum of each tensor, and data that is mapped, not copied."""
+"""Files of packed weights: a header with a checksum of each tensor, and data that is memory-mapped."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.core.quantization import Format
 from penstock.ops import pages
 
 MAGIC = b"PENSTK02"
-"""Start of a file. The length of the header, its checksum (8 bytes each, little-endian), and the header as JSON follow.
-The data starts at the next multiple of ``pages.HUGE``."""
+"""First bytes of a file. Then follow the length of the header and its checksum (8 bytes each, little-endian), and the
+header as JSON. The data starts at the next multiple of ``pages.HUGE``."""
 PREFIX = len(MAGIC) + 16
 ALIGNMENT = 64
-"""Alignment in bytes of tensors smaller than a huge page; larger ones are aligned to huge pages."""
+"""Alignment in bytes of tensors smaller than a huge page. Larger tensors are aligned to huge pages."""
 MAX_VERIFIERS = 8
-"""Maximum number of threads that compute checksums. A few are as fast as the memory."""
+"""Maximum number of threads that compute checksums. This number saturates the memory bandwidth."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.uint8, torch.int8, torch.int32, torch.bfloat16, torch.float16, torch.float32)
@@ -40,7 +40,7 @@ class Entry(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     checksum: int
-    """64-bit XXH3 of its bytes."""
+    """64-bit XXH3 of the tensor's bytes."""
 
 
 class Header(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -49,17 +49,17 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
     size: int
     """Size of the data in bytes."""
     entries: dict[str, dict[str, Entry]]
-    """Matrix name → tensor name → tensor."""
+    """Matrix name → tensor name → entry."""
     formats: dict[str, Format] = {}
-    """Formats of the matrices that are quantized in the checkpoint, by name; for engine folders."""
+    """Matrix name → format in the checkpoint, for quantized matrices in engine folders."""
 
 
 class PackedFile:
-    """A file of packed weights. It is mapped if its state is ``state``, and ``threads`` verify its tensors.
+    """A file of packed weights. If its state is ``state``, the file is mapped, and ``threads`` verify its tensors.
 
     If the file is truncated while it is mapped, the process is terminated by SIGBUS, as with any mapped file.
 
-    Raises ``OSError`` or ``ValueError`` if it is incomplete or inconsistent.
+    Raises ``OSError`` or ``ValueError`` if the file is incomplete or inconsistent.
     """
 
     def __init__(self, file: IO[bytes], threads: Executor, state: str) -> None:
@@ -69,7 +69,7 @@ class PackedFile:
         self._damaged: dict[str, Future[list[str]]] = {}
         if self.header.state != state or not self.header.entries:
             return
-        memory = pages.mapped(file)  # duplicates the descriptor: its lock is held as long as the tensors
+        memory = pages.mapped(file)  # it duplicates the descriptor, so the file's lock is held as long as the tensors
         for name, entries in self.header.entries.items():
             tensors = {}
             for key, entry in entries.items():
@@ -80,12 +80,12 @@ class PackedFile:
             self._damaged[name] = threads.submit(_damaged, tensors, entries)
 
     def damaged(self, name: str) -> list[str]:
-        """Names of a matrix's tensors with a wrong checksum. Waits until they are verified."""
+        """Names of a matrix's tensors with a wrong checksum. Waits until the matrix is verified."""
         return self._damaged[name].result()
 
 
 def verifiers() -> ThreadPoolExecutor:
-    """Threads for ``PackedFile``, to be shut down without waiting once the files are open."""
+    """Threads for ``PackedFile``. The caller shuts the pool down without waiting after it has opened all files."""
     return ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_VERIFIERS), "verify-weights")
 
 
@@ -93,7 +93,7 @@ class PackedLayout:
     """Layout of a new file. The same tensors give the same bytes.
 
     Args:
-        state, formats: see ``Header``.
+        state, formats: fields of the ``Header``.
     """
 
     def __init__(self, matrices: Matrices, state: str, formats: Mapping[str, Format] | None = None) -> None:
@@ -111,7 +111,7 @@ class PackedLayout:
         """Size of the file in bytes."""
 
     def write(self, file: IO[bytes]) -> None:
-        """Write to a file of ``size`` bytes."""
+        """Write the header and all tensors to a file that has ``size`` bytes."""
         numbers = (len(self._header), xxh3_64_intdigest(self._header))
         file.write(MAGIC + b"".join(number.to_bytes(8, "little") for number in numbers) + self._header)
         for (name, key), tensor in self._tensors.items():
@@ -120,12 +120,12 @@ class PackedLayout:
 
 
 def read_header(file: IO[bytes]) -> tuple[Header, int]:
-    """The header of a file, and the offset of its data. Raises ``ValueError`` if the file is incomplete, or its header
-    inconsistent."""
+    """The header of a file, and the byte offset of its data. Raises ``ValueError`` if the file is incomplete, or its
+    header is inconsistent."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(PREFIX)
     if not prefix.startswith(MAGIC):
-        raise ValueError("it is not a weight cache of this version")
+        raise ValueError(f"it does not begin with {MAGIC!r}: no packed weights of this version")
     length, checksum = (int.from_bytes(prefix[at : at + 8], "little") for at in (len(MAGIC), len(MAGIC) + 8))
     data = file.read(min(length, size))
     if len(data) != length or xxh3_64_intdigest(data) != checksum:
@@ -154,7 +154,7 @@ def _damaged(tensors: dict[str, Tensor], entries: dict[str, Entry]) -> list[str]
 
 
 def _checksum(tensor: Tensor) -> int:
-    return xxh3_64_intdigest(_bytes(tensor))  # 20 GB/s per core, without the GIL
+    return xxh3_64_intdigest(_bytes(tensor))  # 20 GB/s per core; it releases the GIL
 
 
 def _bytes(tensor: Tensor) -> memoryview:

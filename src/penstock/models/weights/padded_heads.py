@@ -53,7 +53,7 @@ class PaddedHeads:
     def format_of(self, name: str) -> Format:
         format = self._base.format_of(name)
         if format != UNQUANTIZED and name.rpartition(".")[2] in OUTPUTS + INPUTS:
-            message = f"head_dim {self._head_dim} with quantized weights; multiples of {PADDED_TO} are supported"
+            message = f"head_dim is {self._head_dim}; with quantized weights it must be a multiple of {PADDED_TO}"
             raise PenstockError(Code.UNSUPPORTED, message, "model")
         return format
 
@@ -61,7 +61,7 @@ class PaddedHeads:
         return self._base.read_quantized(name, outputs, inputs, rows)
 
     def _stored(self, size: int) -> int:
-        """Size in the checkpoint for a size in the model."""
+        """Convert a number of padded elements in the model to the number of elements in the checkpoint."""
         return size // self._padded * self._head_dim
 
     def _pad(self, heads: Tensor, dim: int) -> Tensor:

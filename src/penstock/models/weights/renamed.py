@@ -1,4 +1,4 @@
-"""Checkpoints with matrices under other names, or several matrices in one tensor."""
+"""Reader of checkpoints with other tensor names, or several matrices in one tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.ops import QuantizedWeight
 from ..stored import Stored
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Fused matrix in checkpoints and adapters → its parts, which have the same input."""
+"""Fused matrix in checkpoints and adapters → the matrices that it consists of, which have the same input."""
 
 
 class RenamedWeights:

@@ -1,4 +1,4 @@
-"""Files with tensors: safetensors, and PyTorch files through the weights-only unpickler."""
+"""Readers of files with tensors: safetensors files, and PyTorch files with the weights-only unpickler."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class TensorFile(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, rows: tuple[int, int] | None) -> Tensor:
-        """Read a tensor, or a range (first, end) of its rows. Pages of the file are read when they are used."""
+        """Read a tensor, or a range (first, end) of its rows. The file is mapped: its pages are read on first use."""
         ...
 
 
 def open_tensors(path: Path) -> TensorFile:
-    """Map a file. Raises ``PenstockError`` (``invalid``) if it is damaged, or has other objects than tensors, which
-    could run code."""
+    """Map a file. Raises ``PenstockError`` (``invalid``) if the file is damaged, or has objects other than tensors,
+    which could run code."""
     return SafetensorsFile(path) if path.suffix == ".safetensors" else PyTorchFile(path)
 
 
 class SafetensorsFile:
-    """A ``TensorFile`` of safetensors."""
+    """A ``TensorFile`` in safetensors format."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -62,14 +62,14 @@ class SafetensorsFile:
 
 
 class PyTorchFile:
-    """A ``TensorFile`` of ``torch.save``. PyTorch's weights-only unpickler creates only tensors and plain containers,
-    and runs no code of the file."""
+    """A ``TensorFile`` written by ``torch.save``. PyTorch's weights-only unpickler only creates tensors and plain
+    containers, and never runs code from the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # a damaged file may cause any error
+        except Exception as error:  # a damaged file may cause any exception
             raise _refused(path, error) from error
         named = content.items() if isinstance(content, dict) else ()
         self._tensors: dict[str, Tensor] = {name: value.detach() for name, value in named if _is_plain(value)}
@@ -86,7 +86,7 @@ class PyTorchFile:
 
     def _get(self, name: str) -> Tensor:
         if name not in self._tensors:
-            raise invalid("model", f"{self._path} has no tensor {name}, which the index has")
+            raise invalid("model", f"{self._path} lacks tensor {name}, which the index lists: download the file again")
         return self._tensors[name]
 
 
@@ -99,11 +99,11 @@ def _refused(path: Path, error: Exception) -> Exception:
     if not is_zipfile(path):
         message = f"{path} is damaged, or a pickle from before PyTorch 1.6, which is not loaded"
     elif found := re.search(r"GLOBAL ([\w.]{1,100})", str(error)):
-        message = f"{path} is not loaded, as its pickle would run {found[1]}"
+        message = f"{path} is not loaded, because its pickle would run {found[1]}"
     else:
-        message = f"{path} is damaged, or has other objects than tensors, and is not loaded ({type(error).__name__})"
-    return invalid("model", f"{message}. Convert it to safetensors where it was created.")
+        message = f"{path} is damaged, or has objects other than tensors, and is not loaded ({type(error).__name__})"
+    return invalid("model", f"{message}. Convert the file to safetensors where it was created.")
 
 
 def _damaged(path: Path, error: Exception) -> Exception:
-    return invalid("model", f"{path} is damaged ({error}). Fetch it again.")
+    return invalid("model", f"{path} is damaged ({error}): download the file again")

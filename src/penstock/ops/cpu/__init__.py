@@ -1,6 +1,7 @@
 """The CPU backend: compiled kernels (``csrc/``), batch-invariant per instruction set.
 
-Kernels take addresses and sizes. These modules check the arguments that kernels do not check, and own the memory.
+Kernels take addresses and sizes, and do not check all of them: the modules of this package do, and keep the memory
+alive.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ NAME = "cpu"
 BATCH_INVARIANT = True
 ASYNCHRONOUS = False
 NUMERICS = 6
-"""Version of the kernels' results, raised with every change of their bits."""
+"""Version of the bits of results. Increment it with every change of the bits."""
 
 
 def fingerprint() -> str:

@@ -13,6 +13,7 @@ from .dtypes import DTYPE_CODES
 from .graph import contiguous, empty
 
 ACTIVATION_CODES = {name: code for code, name in enumerate((*ACTIVATIONS, *GATES))}
+"""Number of each activation in the kernels."""
 
 
 def index_select(x: Tensor, rows: Tensor) -> Tensor:
@@ -67,6 +68,11 @@ def _norm(
     centered: bool = False,
     bias: Tensor | None = None,
 ) -> None:
+    """Add ``x`` to ``residual`` (unless None), and write the norm of the sum to ``out`` (unless None).
+
+    Args:
+        centered: layer norm instead of RMS norm.
+    """
     size = x.shape[-1]
     wide = centered or (weight is not None and weight.dtype is not x.dtype)
     assert weight is None or weight.is_contiguous()
@@ -134,7 +140,7 @@ def activation_and_mul(gate_up: Tensor, function: str, out: Tensor | None = None
 
 
 def row_stride(x: Tensor) -> int:
-    """Elements between the rows of ``[tokens, size]`` or ``[tokens, rows, size]``."""
+    """Distance of two rows of ``[tokens, size]`` or ``[tokens, rows, size]``, in elements."""
     return x.stride(0 if x.dim() == 2 or x.shape[1] == 1 else 1)  # a dimension of size 1 may have any stride
 
 

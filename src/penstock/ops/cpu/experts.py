@@ -24,17 +24,19 @@ class Experts:
     """See ``reference.Experts``."""
 
     matrices: Sequence[Matrix]
-    """Owners of the memory that ``native`` points to."""
+    """Matrix of each expert, which owns the memory for ``native``."""
     native: Any
+    """``_kernels.Experts``."""
 
 
 def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
     """See ``reference.stack_experts``. Raises ``PenstockError`` (``internal``) for matrices of different shapes or
     formats."""
-    if len({m.format.activation_groups for m in matrices}) > 1:  # False for those with permuted inputs
+    if len({m.format.activation_groups for m in matrices}) > 1:  # matrices with permuted inputs have no groups
         matrices = [without_activation_groups(matrix) for matrix in matrices]
     if len({(m.outputs, m.inputs, m.dtype, m.format) for m in matrices}) != 1:
-        raise PenstockError(Code.INTERNAL, "the experts of a layer differ in shape or format")
+        shapes = {(m.outputs, m.inputs, str(m.format)) for m in matrices}
+        raise PenstockError(Code.INTERNAL, f"the experts of a layer differ in shape or format: {sorted(shapes)}")
     native = _kernels.Experts(first)
     for matrix in matrices:
         native.add(matrix.native)
@@ -86,7 +88,7 @@ def experts_linear(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None 
 def experts_activation_and_mul(
     x: Tensor, experts: Experts, ids: Tensor, function: str, out: Tensor | None = None
 ) -> Tensor:
-    """See ``reference.experts_activation_and_mul``. A single kernel if each half has a multiple of 64 outputs."""
+    """See ``reference.experts_activation_and_mul``. Calls a single kernel if each half has a multiple of 64 outputs."""
     size = experts.matrices[0].outputs // 2
     if size % _kernels.PANEL:
         return activation_and_mul(experts_linear(x, experts, ids), function, out)
@@ -95,6 +97,7 @@ def experts_activation_and_mul(
 
 
 def _products(kernel: Any, x: Tensor, experts: Experts, ids: Tensor, out: Tensor, function: str = "silu") -> Tensor:
+    """Call a kernel of expert products. ``function`` is the activation of gated products, else ignored."""
     ids, top_k = contiguous(ids), ids.shape[1]
     _tensors, addresses = unpermuted_input(contiguous(x), experts.matrices[0])
     kernel(

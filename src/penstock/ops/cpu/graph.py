@@ -1,9 +1,9 @@
 """Captured graphs: the kernel calls of a step, recorded once and replayed by one native call for any number of tokens.
 
-A model's step makes hundreds of kernel calls whose arguments differ between steps only in the number of rows. So the
-step runs once over buffers for the largest batch while the kernels record their arguments instead of computing. A
-replay copies the batch into those buffers and runs the calls. This is like CUDA graphs, but without one graph per batch
-size.
+A step makes hundreds of kernel calls, with arguments that differ between steps only in the number of rows. To capture a
+graph, the step runs once over buffers for the largest batch, while the kernels record their arguments instead of
+computing. A replay copies the batch into these buffers and runs the calls. Unlike a CUDA graph, one captured graph
+serves all batch sizes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from .. import _kernels, pages
 from ..batch import CPU, AttentionMetadata, Batch, CaptureOptions, ForwardFn
 
 MAX_CAPTURED_TOKENS = 4096
-"""Number of tokens of the largest batch that a graph has buffers for."""
+"""Maximum number of tokens of a batch that uses the graph, which has buffers of this size."""
 _capturing = threading.local()
+"""``arena``: the arena of the graph that the thread captures."""
 
 
 class Arena:
-    """Memory of a graph's intermediate results. A buffer that is unreferenced during capture is reused by later calls,
-    as replays make the calls in the same order."""
+    """Memory of a graph's intermediate results. Once a buffer has no reference during the capture, later calls reuse
+    it: replays make the calls in the same order."""
 
     def __init__(self) -> None:
         self.buffers: list[np.ndarray] = []
+        """All buffers."""
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)
+        """Unreferenced buffers by size in bytes."""
 
     def allocate(self, size: int) -> np.ndarray:
         """Allocate ``[size]`` uint8, which returns to the arena when its last reference is dropped."""
@@ -49,7 +52,7 @@ class Arena:
 
 
 def current_arena() -> Arena | None:
-    """Return the arena of the graph that this thread captures; None if it captures none."""
+    """Return the arena of the graph that this thread captures; None if it does not capture a graph."""
     arena: Arena | None = getattr(_capturing, "arena", None)
     return arena
 
@@ -69,15 +72,16 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU) 
 
 
 def contiguous(x: Tensor) -> Tensor:
-    """Like ``Tensor.contiguous``. Raises ``RuntimeError`` if a captured step would have to copy: graphs contain only
-    kernel calls, so the replay would lack PyTorch's copy."""
+    """``Tensor.contiguous`` for inputs of kernels. Raises ``RuntimeError`` if a captured step would have to copy:
+    graphs contain only kernel calls, so that the replay would lack PyTorch's copy."""
     if not x.is_contiguous() and current_arena() is not None:
-        raise RuntimeError("a captured step cannot make a tensor contiguous")
+        raise RuntimeError(f"a captured step cannot make a tensor {tuple(x.shape)} of strides {x.stride()} contiguous")
     return x.contiguous()
 
 
 @contextmanager
 def _allocating_from(arena: Arena) -> Iterator[None]:
+    """Let ``empty`` allocate from ``arena`` in this thread."""
     _capturing.arena = arena
     try:
         yield
@@ -86,7 +90,7 @@ def _allocating_from(arena: Arena) -> Iterator[None]:
 
 
 class CapturedGraph:
-    """A forward pass as one native call. See ``capture`` for the arguments."""
+    """A forward pass as one native call, with the arguments of ``capture``."""
 
     def __init__(self, forward: ForwardFn, options: CaptureOptions) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -113,7 +117,8 @@ class CapturedGraph:
             hidden_states=None if hidden_states is None else hidden_states[:max_tokens],
             export_places=zeros(max_tokens),
         )
-        self._exported = max_tokens  # number of leading entries of export_places that may not be -1
+        self._exported = max_tokens
+        """Number of leading entries of ``export_places`` that may differ from -1."""
         self._native, self._arena = _kernels.Graph(), Arena()
         with _allocating_from(self._arena):
             self._native.record()
@@ -151,6 +156,7 @@ class CapturedGraph:
         return self._out[:rows]
 
     def _set_export_places(self, places: Tensor | None) -> None:
+        """Copy ``Batch.export_places`` into the graph's buffer, with -1 for all further tokens."""
         buffer = self._batch.export_places
         assert buffer is not None
         if self._exported:
@@ -174,7 +180,7 @@ def _copy_metadata(buffers: AttentionMetadata, source: AttentionMetadata) -> int
 def capture(forward: ForwardFn, options: CaptureOptions) -> ForwardFn:
     """See ``reference.capture``. A batch of more than ``MAX_CAPTURED_TOKENS`` tokens runs without the graph.
 
-    Limits PyTorch to one thread from now on: its threads spin after each call, on cores that the kernels then lack.
+    From then on, PyTorch is limited to one thread: its threads spin after each call, on cores that the kernels need.
     """
     torch.set_num_threads(1)
     return CapturedGraph(forward, options)

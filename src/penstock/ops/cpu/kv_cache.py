@@ -24,7 +24,7 @@ class LayerCache:
     """KV cache of one layer."""
 
     data: Tensor
-    """``[blocks, bytes]`` uint8, in the layout of the kernels."""
+    """``[blocks, bytes_per_block]`` uint8, in the layout of the kernels."""
     spec: KVSpec
 
 
@@ -33,7 +33,8 @@ def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> 
     for spec in specs:
         dtype_code(getattr(torch, spec.dtype))
         if spec.block_size % 16 or spec.block_size > _kernels.MAX_BLOCK:
-            raise invalid("block_size", f"must be a multiple of 16, at most {_kernels.MAX_BLOCK}", _kernels.MAX_BLOCK)
+            message = f"must be a multiple of 16, at most {_kernels.MAX_BLOCK}, is {spec.block_size}"
+            raise invalid("block_size", message, _kernels.MAX_BLOCK)
         if spec.quantization not in ("", "int8"):
             message = f"a KV cache in {spec.quantization} is not supported on CPUs; int8 uses the same amount of memory"
             raise PenstockError(Code.UNSUPPORTED, message, "kv_cache_dtype")
@@ -46,11 +47,12 @@ def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> 
 
 
 def _check_latent(spec: KVSpec) -> None:
+    """Raise ``PenstockError`` (``unsupported``) for unsupported sizes of latent vectors."""
     max_latent, max_key = _kernels.MAX_LATENT, _kernels.MAX_LATENT_KEY
     if spec.latent % 16 or spec.head_dim % 16 or spec.latent > max_latent or spec.head_dim > max_key:
         message = (
-            f"latent vectors of size {spec.latent}, {spec.head_dim} with the rotary key; supported are multiples of 16 "
-            f"up to {max_latent} and {max_key}"
+            f"latent vectors have the size {spec.latent}, and {spec.head_dim} with the rotary key; CPU kernels support "
+            f"multiples of 16 up to {max_latent} and {max_key}"
         )
         raise PenstockError(Code.UNSUPPORTED, message, "model")
 
@@ -85,7 +87,8 @@ def rope_and_store(
     norms: QKNorms | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """See ``reference.rope_and_store``. In a captured graph, its kernels run together on a few tokens at a time."""
+    """See ``reference.rope_and_store``. In a captured graph, all its kernels run on a few tokens before the next
+    tokens."""
     if norms:
         q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
     q, k = rope(q, positions, table, interleaved), rope(k, positions, table, interleaved)
@@ -153,6 +156,7 @@ def _transfer(
     layout: TransferLayout,
     progress: Tensor | None,
 ) -> None:
+    """Call the kernel of ``export_kv`` or ``import_kv``."""
     spec = cache.spec
     assert spec.bytes_per_vector == layout.vector_bytes
     assert layout.first_head + spec.kv_heads <= layout.kv_heads
@@ -179,7 +183,7 @@ def _transfer(
 
 
 def copy_slots(cache: LayerCache, sources: Tensor, targets: Tensor) -> None:
-    """See ``reference.copy_slots``. Copies through a transfer buffer of one slot."""
+    """See ``reference.copy_slots``. Tokens are exported to a temporary buffer and imported from it."""
     spec, count = cache.spec, len(sources)
     size = count * spec.bytes_per_token
     layout = TransferLayout(count, size, 0, spec.kv_heads, spec.bytes_per_vector, vectors=spec.vectors)

@@ -22,7 +22,9 @@ class HeadMatrices:
     stacked: Matrix
     """Stacked matrices, each padded to whole panels."""
     heads: int
+    """Number of heads."""
     outputs: int
+    """Number of outputs per head, without padding."""
 
 
 def pack_by_head(weight: Tensor) -> HeadMatrices:

@@ -9,7 +9,7 @@ from ..cores import usable_cores
 
 
 def set_threads(count: int) -> None:
-    """Set the number of threads of the kernels; 0: all usable cores. Results do not depend on it."""
+    """Set the number of threads of the kernels; 0: all usable cores. Results do not depend on this number."""
     _kernels.set_threads(count or usable_cores())
 
 
@@ -26,7 +26,7 @@ class Limits:
 
 
 def measure_limits(size: int = 2**29) -> Limits:
-    """Measure the limits; takes about half a second and ``size`` bytes of memory."""
+    """Measure the limits. This takes about half a second and ``size`` bytes of memory."""
     memory = pages.zeros(size, huge=True)
     memory.fill_(1)
     fastest = min(_kernels.time_read(memory.data_ptr(), size) for _ in range(8))

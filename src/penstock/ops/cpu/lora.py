@@ -1,4 +1,4 @@
-"""LoRA: rows of the same adapter are multiplied together, wherever they are in the batch."""
+"""LoRA products: rows with the same adapter are multiplied together, even if they are not adjacent in the batch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class PackedLoRA:
     """Weights of an adapter for one layer."""
 
     a: Matrix
-    """The stacked ``a`` of all parts."""
+    """Stacked ``LoRAWeights.a`` of all parts."""
     b: tuple[Matrix, ...]
+    """``LoRAWeights.b`` of each part."""
     parts: tuple[tuple[int, float], ...]
     """Offset and scaling of each part."""
 
@@ -31,8 +32,9 @@ class LoRASlots:
     """Adapters of a layer by slot."""
 
     native: Any
+    """``_kernels.Adapters``."""
     packed: dict[int, PackedLoRA]
-    """Owners of the memory that ``native`` points to."""
+    """Adapter in each used slot, which owns the memory for ``native``."""
 
 
 def new_lora_slots(

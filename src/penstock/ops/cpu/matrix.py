@@ -26,8 +26,9 @@ LAYOUT = "cpu-3"
 FORMAT_CODES = {(0, 0): 0, (8, 8): 1, (4, 8): 2, (8, 0): 3, (4, 0): 4}
 """Number of a format in the kernels, by ``bits`` and ``activation_bits``."""
 MXFP4_CODE = 5
+"""Number of mxfp4 in the kernels."""
 GROUP_TYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 2}
-"""Number of a dtype of scales and offsets in the kernels."""
+"""Number in the kernels of each dtype of scales and offsets."""
 
 
 @dataclass(eq=False)
@@ -35,11 +36,14 @@ class Matrix:
     """A matrix ``[out, in]`` in panels of 64 outputs, with an optional bias ``[out]``."""
 
     native: Any
+    """``_kernels.Matrix``."""
     tensors: dict[str, Tensor]
-    """Owners of the memory that ``native`` points to: ``values``, and if present ``scales``, ``offsets``,
+    """Tensors that own the memory for ``native``: ``values``, and depending on the matrix ``scales``, ``offsets``,
     ``output_scales``, ``order`` and ``bias``."""
     outputs: int
+    """Number of rows."""
     inputs: int
+    """Number of columns."""
     dtype: torch.dtype
     """Dtype of products and embeddings, for all formats."""
     format: Format
@@ -52,16 +56,16 @@ class QuantizedRows:
     """Activations in 8 bits, ``[tokens, in]``: ``values * scales[:, None]``."""
 
     values: Tensor
-    """``[tokens, in]`` int8, padded with zeros to a multiple of 8."""
+    """``[tokens, in]`` int8, with ``in`` padded to a multiple of 8."""
     scales: Tensor
     """``[tokens]`` float32; ``[tokens, groups]`` with ``activation_groups``."""
     sums: Tensor
-    """``[tokens, groups]`` int32: sum of each group's values; with integer scales ``[tokens, groups + 1]``, the last
-    being the sum of the row."""
+    """``[tokens, groups]`` int32: sum of each group's values. With integer scales ``[tokens, groups + 1]``: the last
+    entry is the sum of the row."""
 
 
 def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = UNQUANTIZED) -> Matrix:
-    """See ``reference.pack``. Parts are not copied if all but the last have a multiple of 64 rows."""
+    """See ``reference.pack``. Parts are not copied if all except the last one have a multiple of 64 rows."""
     if any(part.shape[0] % _kernels.PANEL for part in parts[:-1]):
         parts = [torch.cat(list(parts))]
     dtype, inputs = parts[0].dtype, parts[0].shape[1]
@@ -69,7 +73,7 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
     matrix = make_matrix(new_tensors(inputs, outputs, dtype, format), inputs, outputs, dtype, bias, format)
     first = 0
     for part in parts:
-        part = part.contiguous()  # kept alive until it is packed
+        part = part.contiguous()  # the variable keeps the memory alive until it is packed
         _kernels.pack(part.data_ptr(), matrix.native, first, part.shape[0])
         first += part.shape[0]
     if format.bits == 4 and not format.integer_scales and fits_half(matrix.tensors["scales"]):
@@ -94,8 +98,8 @@ def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: T
 
 
 def _pack_groups(parts: Sequence[Tensor]) -> Tensor:
-    """Stack ``[out, groups]`` and reorder to ``[panels, groups, 64]``, flattened and zero-padded; in float16 if all
-    values are representable as zero or normal numbers."""
+    """Stack scales or offsets ``[out, groups]`` and reorder them to ``[panels, groups, 64]``, flattened and padded with
+    zeros; in float16 if all values are representable as zero or normal numbers."""
     groups = torch.cat(list(parts))
     groups = groups.half() if fits_half(groups) else groups
     padded = pad(groups, (0, 0, 0, -len(groups) % _kernels.PANEL))
@@ -118,19 +122,21 @@ def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
 def from_packed(
     tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: torch.dtype, bias: Tensor | None, format: Format
 ) -> Matrix:
-    """See ``reference.from_packed``. Raises ``PenstockError`` (``internal``) for tensors of another size or dtype."""
+    """See ``reference.from_packed``. Raises ``PenstockError`` (``internal``) for tensors of a wrong size or dtype."""
     return make_matrix(tensors, inputs, outputs, dtype, bias, format)
 
 
 def packed_sizes(inputs: int, outputs: int, dtype: torch.dtype, format: Format) -> dict[str, tuple[int, torch.dtype]]:
-    """Return sizes and dtypes of packed tensors except ``order``. Scales and offsets may be float16, too.
+    """Return number of elements and dtype of each packed tensor except ``order``. Scales and offsets may also be
+    float16.
 
     Raises ``PenstockError`` (``unsupported``) for formats and dtypes without kernels.
     """
     if format.floating and not format.is_mxfp4:
         raise PenstockError(Code.UNSUPPORTED, "fp8 requires an NVIDIA GPU of compute capability 8.9", "quantization")
     if format.bits and not format.activation_bits and dtype is not torch.bfloat16:
-        raise PenstockError(Code.UNSUPPORTED, "weight-only quantization requires bfloat16", "quantization")
+        message = f"weight-only quantization requires bfloat16; dtype is {str(dtype).removeprefix('torch.')}"
+        raise PenstockError(Code.UNSUPPORTED, message, "quantization")
     panels = -(-outputs // _kernels.PANEL)
     sizes = {"values": (panels * _native({}, inputs, outputs, dtype, format).panel_bytes, torch.uint8)}
     if format.bits:
@@ -159,19 +165,20 @@ def make_matrix(
     bias: Tensor | None,
     format: Format,
 ) -> Matrix:
-    """Create a matrix from packed tensors. Raises ``PenstockError`` (``internal``) for tensors of another size or
-    dtype, as kernels do not check bounds."""
+    """Create a matrix from packed tensors. Raises ``PenstockError`` (``internal``) for tensors of a wrong size or
+    dtype, since kernels do not check bounds."""
     expected = packed_sizes(inputs, outputs, dtype, format)
     if (order := packed.get("order")) is not None:
         expected["order"] = inputs, torch.int32
     for name in {"scales", "offsets"} & packed.keys() & expected.keys():
         if packed[name].dtype is torch.float16 and not format.integer_scales:
             expected[name] = expected[name][0], torch.float16
-    if {name: (tensor.numel(), tensor.dtype) for name, tensor in packed.items()} != expected:
-        raise PenstockError(Code.INTERNAL, "packed weights have an unexpected size or dtype")
+    if (found := {name: (tensor.numel(), tensor.dtype) for name, tensor in packed.items()}) != expected:
+        message = f"packed weights have an unexpected size or dtype: {found}, not {expected}"
+        raise PenstockError(Code.INTERNAL, message)
     if order is not None and not torch.equal(order.sort().values, torch.arange(inputs)):
         raise PenstockError(Code.INTERNAL, "the order of packed weights is not a permutation of their inputs")
-    if order is not None:  # activations of experts are quantized before the permutation: groups would not match
+    if order is not None:  # experts quantize activations before the permutation, so that groups would not match
         format = replace(format, activation_groups=False)
     tensors = dict(packed) | ({} if bias is None else {"bias": bias.float()})
     return Matrix(_native(tensors, inputs, outputs, dtype, format), tensors, outputs, inputs, dtype, format)
@@ -184,6 +191,8 @@ def without_activation_groups(matrix: Matrix) -> Matrix:
 
 
 def _native(tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: torch.dtype, format: Format) -> Any:
+    """Create the ``_kernels.Matrix`` over tensors; missing tensors have address 0."""
+
     def address(name: str) -> int:
         return tensors[name].data_ptr() if name in tensors else 0
 
@@ -210,8 +219,8 @@ def _native(tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: tor
 
 
 def quantize(x: Tensor, format: Format) -> QuantizedRows:
-    """Quantize rows ``[tokens, in]`` or ``[tokens, rows, in]`` to 8 bits, with one scale per row or group, the largest
-    magnitude becoming 127. Rows are rotated first if the format rotates."""
+    """Quantize rows ``[tokens, in]`` or ``[tokens, rows, in]`` to 8 bits, with one scale per row or group: the largest
+    magnitude becomes 127. Rows are rotated before if the format has a rotation."""
     x = contiguous(x)
     (tokens, *more, inputs), rows = x.shape, prod(x.shape[:-1])
     padded, group_size = -(-inputs // 8) * 8, format.group_size or inputs
@@ -240,7 +249,7 @@ def quantize(x: Tensor, format: Format) -> QuantizedRows:
 
 
 def rotate(x: Tensor, block: int) -> Tensor:
-    """Rotate rows ``[tokens, in]`` or ``[tokens, rows, in]`` in blocks of inputs, in their dtype."""
+    """Rotate rows ``[tokens, in]`` or ``[tokens, rows, in]`` in blocks of ``block`` inputs. The dtype is unchanged."""
     x, out, (tokens, *more, inputs) = contiguous(x), empty(x.shape, x.dtype), x.shape
     code = DTYPE_CODES[x.dtype]
     _kernels.rotate(x.data_ptr(), out.data_ptr(), tokens, prod(more), inputs, block, code)
@@ -248,7 +257,11 @@ def rotate(x: Tensor, block: int) -> Tensor:
 
 
 def sum_groups(x: Tensor, group_size: int = 0) -> Tensor:
-    """Return the sum of each group of rows ``[tokens, in]`` or ``[tokens, rows, in]``: ``[..., groups]`` float32."""
+    """Sum each group of inputs of rows ``[tokens, in]`` or ``[tokens, rows, in]``: ``[..., groups]`` float32.
+
+    Args:
+        group_size: number of inputs per group; 0: one group per row.
+    """
     tokens, *more, inputs = x.shape
     group_size = group_size or inputs
     sums = empty((tokens, *more, -(-inputs // group_size)), torch.float32)
@@ -262,7 +275,7 @@ def product_input(x: Tensor, matrix: Matrix) -> tuple[tuple[Tensor, ...], tuple[
 
     Returns:
         The tensors, which the caller must keep alive until the kernel returns, and the kernel's arguments: the
-        addresses of values, scales and sums, 0 for those that the format lacks.
+        addresses of values, scales and sums (0 for tensors that the format does not have).
     """
     x = contiguous(x)
     if "order" in matrix.tensors:
@@ -272,7 +285,7 @@ def product_input(x: Tensor, matrix: Matrix) -> tuple[tuple[Tensor, ...], tuple[
 
 
 def unpermuted_input(x: Tensor, matrix: Matrix) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
-    """Like ``product_input``, without permuting the inputs ``[tokens, in]`` or ``[tokens, rows, in]``."""
+    """``product_input`` without the permutation, for ``[tokens, in]`` or ``[tokens, rows, in]``."""
     format = matrix.format
     if format.activation_bits:
         rows = quantize(x, format)
@@ -296,7 +309,7 @@ def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | N
 
 
 def linear_activation_and_mul(x: Tensor, matrix: Matrix, function: str, out: Tensor | None = None) -> Tensor:
-    """See ``reference.linear_activation_and_mul``. A single kernel if each half has a multiple of 64 outputs."""
+    """See ``reference.linear_activation_and_mul``. Calls a single kernel if each half has a multiple of 64 outputs."""
     size = matrix.outputs // 2
     if size % _kernels.PANEL:
         return activation_and_mul(linear(x, matrix), function, out)

@@ -1,8 +1,8 @@
 """Argmax of a product without computing most of its outputs.
 
 A large unquantized matrix gets a *sketch*: a copy in 8 bits with bounds of its rounding errors. The product with the
-sketch bounds each output from both sides, and only outputs whose upper bound reaches the largest lower bound are
-computed exactly. The result has the same bits as that of the full product.
+sketch gives a lower and an upper bound of each output. Only outputs with an upper bound of at least the largest lower
+bound are computed exactly. The result has the same bits as the argmax of the full product.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .matrix import Matrix, make_matrix, new_tensors, product_input
 MIN_SKETCH_OUTPUTS = 8192
 """Minimum number of outputs for a sketch to be faster."""
 BACKOFF_CALLS = 50
-"""Number of calls that compute the full product after the sketch has left too many candidates."""
+"""Number of calls that compute the full product after a call in which the sketch left too many candidates."""
 
 
 @dataclass
@@ -30,14 +30,17 @@ class Sketch:
     """An 8-bit copy of a matrix, with bounds of its errors."""
 
     native: Any
+    """``_kernels.Sketch``."""
     quantized: Matrix
+    """The 8-bit copy."""
     bounds: Tensor
-    """``[2, panels]`` float32, which ``native`` points to."""
+    """``[2, panels]`` float32: for each panel, the largest norm of an output's quantization errors, and the largest
+    norm of its quantized weights. ``native`` uses this memory."""
     backoff: int = 0
     """Number of remaining calls that do not use the sketch."""
 
     def argmax(self, x: Tensor, out: Tensor, largest: Tensor, bitmask: int = 0) -> bool:
-        """Write the index and value of each row's largest output, or return False if the full product is required.
+        """Write the index and value of each row's largest output. Returns False if the full product is required.
 
         Args:
             x: ``[tokens, in]``, contiguous.
@@ -78,7 +81,7 @@ def _make_sketch(matrix: Matrix) -> Sketch | None:
 
 
 def argmax(x: Tensor, matrix: Matrix, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See ``reference.argmax``. Raises ``ValueError`` for a bitmask of another shape or dtype."""
+    """See ``reference.argmax``. Raises ``ValueError`` for a bitmask of a wrong shape or dtype."""
     x, out, largest = contiguous(x), empty((x.shape[0],), torch.int64), empty((x.shape[0],), torch.float32)
     address = 0
     if bitmask is not None:

@@ -1,7 +1,7 @@
 """The CUDA backend: Triton kernels, batch-invariant per GPU architecture and Triton version.
 
-These modules launch the kernels in ``kernels``, and own the memory. No op synchronizes with the GPU or reads a value
-from it, so that steps can be captured as CUDA graphs.
+The modules of this package launch the kernels in ``kernels``, and allocate the memory. No op synchronizes with the GPU
+or reads a value from it, so that steps can be captured as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BATCH_INVARIANT = True
 """False after ``set_batch_invariant(False)``."""
 ASYNCHRONOUS = True
 NUMERICS = 1
-"""Version of the kernels' results, raised with every change of their bits."""
+"""Version of the bits of results. Increment it with every change of the bits."""
 MIN_CAPABILITY = (8, 0)
 """Minimum compute capability (Ampere)."""
 
@@ -76,7 +76,7 @@ def check(device: torch.device) -> None:
 
 
 def set_threads(count: int) -> None:
-    """Do nothing, as the host only launches kernels."""
+    """Do nothing: the kernels do not run on CPU threads."""
 
 
 def fingerprint() -> str:

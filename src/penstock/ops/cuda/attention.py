@@ -18,12 +18,13 @@ from .kv_cache import LayerCache, block_strides
 from .launch import architecture, launch, sm_count
 
 SPLIT = 256
-"""Positions of a split, the smallest part of a sequence that a program may process separately. Bits depend on it."""
+"""Number of positions of a split, the smallest part of a sequence that a program may process separately. Bits of
+results depend on this number."""
 ITEMS = 4
-"""Minimum number of work items per program, if sequences are long enough. Programs then end within a quarter of their
-time of each other."""
+"""Minimum number of work items per program, if sequences are long enough. The times of programs then differ by at most
+a quarter."""
 WORKSPACE_BYTES = 64 << 20
-"""Size of the workspace for partial results in bytes. Sequences whose results do not fit are not split."""
+"""Size of the workspace for partial results in bytes. A sequence is not split if its results do not fit."""
 PLAN_BLOCK = 1024
 """Number of sequences that the plan kernel processes at a time."""
 REDUCE_PROGRAMS = 4
@@ -32,19 +33,19 @@ REDUCE_PROGRAMS = 4
 
 @dataclass(frozen=True)
 class Variant:
-    """Kernel configuration. Only ``tile`` changes bits; it is constant for a GPU and cache."""
+    """Kernel configuration. Only ``tile`` affects the bits of results; it is constant for a GPU and a KV cache."""
 
     tile: int
     """Number of positions that are processed at a time."""
     rows: int
-    """Rows of a tile of queries (heads times tokens), a multiple of 64, so that Hopper uses the same kind of
-    instructions for all."""
+    """Number of rows of a tile of queries (heads times tokens), a multiple of 64, so that Hopper uses the same kind of
+    instructions for all tiles."""
     num_warps: int
     num_stages: int
     programs: int
     """Number of programs per multiprocessor."""
     in_memory: bool
-    """See ``kernels.attention.attention``."""
+    """``IN_MEMORY`` of ``kernels.attention.attention``."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class Plan:
 
     variant: Variant
     tensor: Tensor
+    """Work items, written by ``kernels.attention.plan``."""
     programs: int
+    """Total number of programs."""
     group_tile: int
     """Number of heads of a tile of queries."""
     head_tiles: int
@@ -69,21 +72,20 @@ class Plan:
 def choose(
     decode: bool, item_bytes: int, quantization: str, group: int, dim: int, capability: tuple[int, int]
 ) -> Variant:
-    """Choose the configuration for a step: tiles as large as possible without spilling registers, as measured by
-    compilation.
+    """Choose the configuration for a step: the largest tiles that were compiled without spilling registers.
 
-    Decoding reads keys and values for a few rows, and is memory-bound: two programs per multiprocessor, so that one
-    reads while the other computes. Prefill shares what it reads among as many rows as possible. The loop has dependent
-    loads (through the block table), so that 5 stages have two tiles in flight, and 3 stages one.
+    Decoding reads keys and values for a few rows, and is memory-bound: it uses two programs per multiprocessor, so that
+    one reads while the other computes. Prefill shares the keys and values that it reads among as many rows as possible.
+    The loop has dependent loads (through the block table), so that 5 stages have two tiles in flight, and 3 stages one.
 
     Args:
-        decode: sequences have few queries.
+        decode: True if sequences have few queries.
         item_bytes: size of an element of queries.
         group: number of heads per KV head.
         dim: head size, rounded up to a power of two.
     """
-    odd = group & (group - 1)  # not a power of two: dividing rows by it takes a few more registers
-    if item_bytes == 4:  # float32 is for tests: it has no matrix instructions
+    odd = group & (group - 1)  # for group sizes that are no power of two, the division takes a few more registers
+    if item_bytes == 4:  # float32 has no matrix instructions, and is used in tests only
         return Variant(32, 64, 8, 1, 1, True)
     if dim > 128:
         return Variant(32, 64, 8, 3, 1, True)
@@ -118,7 +120,7 @@ def plan_of(
     """Return the plan of a step, which layers of the same shape share.
 
     Args:
-        dim: size of a value.
+        dim: size of a value vector.
     """
     key = (variant, heads, kv_heads, dim, options.window, options.causal)
     if metadata.plan is None:
@@ -166,7 +168,7 @@ def reduce_splits(
     num_stages: int = 6,
     max_warps: int = 8,
 ) -> None:
-    """Reduce the split sequences to ``out``, if the block tables are large enough for any."""
+    """Write the results of split sequences to ``out``. Does nothing if the block tables are too short for splits."""
     sequences, table_width = metadata.block_tables.shape
     if table_width * spec.block_size <= SPLIT:  # no sequence has two splits
         return

@@ -20,7 +20,7 @@ def power_of_two(size: int) -> int:
 
 
 def norm_warps(size: int) -> int:
-    """Number of warps for a row, which is read at once: 16 bytes of 16-bit elements per thread."""
+    """Number of warps to read a row at once: each thread reads 16 bytes of 16-bit elements."""
     return min(max(power_of_two(size) // 256, 1), 32)
 
 
@@ -178,6 +178,7 @@ def activation_and_mul(gate_up: Tensor, function: str, out: Tensor | None = None
 
 
 def _activate(x: Tensor, size: int, function: str, out: Tensor | None, gated: bool) -> Tensor:
+    """Launch the activation kernel for ``size`` outputs per row."""
     rows = x.shape[0]
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device) if out is None else out
     assert x.stride(1) == out.stride(1) == 1

@@ -24,18 +24,23 @@ class Experts:
     matrix: Matrix
     """Matrix of the first expert; its tensors are ``[experts, ...]``."""
     first: int
+    """Id of the first expert."""
     count: int
+    """Number of experts."""
     weight_size: int
+    """Number of elements of an expert's values."""
     scales_size: int
+    """Number of elements of an expert's scales; 0 without scales."""
 
 
 def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
     """See ``reference.stack_experts``. Raises ``PenstockError``: ``internal`` for different shapes or formats,
     ``unsupported`` for permuted inputs (act-order)."""
     if len({(m.outputs, m.inputs, m.dtype, m.format) for m in matrices}) != 1:
-        raise PenstockError(Code.INTERNAL, "the experts of a layer differ in shape or format")
+        shapes = {(m.outputs, m.inputs, str(m.format)) for m in matrices}
+        raise PenstockError(Code.INTERNAL, f"the experts of a layer differ in shape or format: {sorted(shapes)}")
     if any("order" in matrix.tensors for matrix in matrices):
-        message = "experts quantized by GPTQ with desc_act (permuted inputs) are not supported on GPUs"
+        message = "experts quantized by GPTQ with desc_act (permuted inputs) are not supported on GPUs: use a CPU"
         raise PenstockError(Code.UNSUPPORTED, message, "quantization")
     tensors = {name: torch.stack([matrix.tensors[name] for matrix in matrices]) for name in matrices[0].tensors}
     sizes = {name: tensor[0].numel() for name, tensor in tensors.items()}
@@ -89,6 +94,7 @@ def experts_activation_and_mul(
 
 
 def _products(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None, gated: str = "") -> Tensor:
+    """Products of tokens with their experts; ``gated`` is the activation of gated products, else empty."""
     matrix, (tokens, top_k) = experts.matrix, ids.shape
     size = matrix.outputs // 2 if gated else matrix.outputs
     out = x.new_empty((tokens, top_k, size)) if out is None else out
@@ -99,8 +105,8 @@ def _products(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None, gate
 
 
 def _group_assignments(x: Tensor, experts: Experts, ids: Tensor, assignments_per_row: int) -> ExpertAssignments:
-    """Group assignments by expert, in tiles. The number of tiles is an upper bound, as no launch may depend on the
-    selection."""
+    """Group the assignments of tokens to experts by expert, in tiles. The number of tiles is an upper bound, since no
+    launch may depend on the selected experts."""
     matrix, count = experts.matrix, ids.numel()
     busy = min(experts.count, count)
     tile = tile_of(x, -(-count // experts.count), matrix.outputs * max(busy, 1), matrix.format)

@@ -1,8 +1,8 @@
 """Forward passes on the GPU: a batch is sent in one copy, and steps in which every sequence decodes replay CUDA graphs.
 
-A graph has a fixed number of sequences, so graphs of several sizes are captured, and a batch uses the next larger one.
-The padding has no query tokens, stores nothing in the KV cache, and does not change the bits of other rows, as all
-kernels are batch-invariant.
+A graph has a fixed number of sequences. Graphs of several sizes are captured, and a batch uses the smallest one that is
+large enough. The padding has no query tokens, stores nothing in the KV cache, and does not change the bits of other
+rows, since all kernels are batch-invariant.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from .launch import launch
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 16
-"""Alignment of arrays in bytes, so that Triton compiles kernels for aligned addresses only."""
+"""Alignment of arrays in bytes, so that Triton compiles kernels only for aligned addresses."""
 NUM_PINNED = 4
-"""Number of pinned buffers: more than steps in flight, so that no copy is waited for."""
+"""Number of pinned buffers: more than steps in flight, so that a step does not wait for an earlier copy."""
 RESOLVE_BLOCK = 256
+"""Number of tokens of a program that resolves token ids."""
 WARM_UP_TOKENS = (1, 17, 65, 129, 257, 513, 1025, 2049, 4097, 8192)
-"""Numbers of tokens of warm-up steps at startup, so that requests do not wait for the compiler: tiles of kernels depend
-on the number of tokens."""
+"""Numbers of tokens of warm-up steps at startup. The tiles of kernels depend on the number of tokens: without these
+steps, requests would wait for the compiler."""
 MIN_BLOCK_SIZE = 16
+"""Smallest block size of the KV cache."""
 
 
 class Staging:
@@ -45,7 +47,9 @@ class Staging:
         self._on_gpu = device.type == "cuda"
         self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * NUM_PINNED
         self._copied: list[Any] = [None] * NUM_PINNED
+        """CUDA event after the last copy from each buffer."""
         self._next = 0
+        """Index of the buffer to use next."""
 
     def reserve(self, size: int) -> Tensor:
         """Return ``[size]`` uint8 of pinned host memory, to be filled before ``send``. Waits until an earlier copy of
@@ -90,7 +94,7 @@ class Layout:
 
 
 class CapturedForward:
-    """A captured forward pass. See ``reference.capture`` for the arguments."""
+    """A captured forward pass, with the arguments of ``reference.capture``."""
 
     def __init__(self, forward: ForwardFn, options: CaptureOptions) -> None:
         max_blocks, use_lora, hidden_states = options.max_blocks, options.use_lora, options.hidden_states
@@ -108,10 +112,10 @@ class CapturedForward:
             for size in track("capturing CUDA graphs", sizes, len(sizes), "graph", logger):
                 batch = _decode_batch(size, max_blocks, use_lora)
                 self._graphs[size] = DecodeGraph(self._run, batch, self._staging, device, pool, stream)
-        except Exception as error:  # for example a collective that cannot be captured
-            logger.warning("CUDA graphs are disabled, as a capture failed: %s", error, exc_info=error)
+        except Exception as error:  # for example, a collective that cannot be captured
+            logger.warning("CUDA graphs are off, because a capture failed: %s", error, exc_info=error)
             self._graphs.clear()
-            with suppress(Exception):  # else PyTorch keeps the restrictions of a failed capture, and frees no memory
+            with suppress(Exception):  # without this call, PyTorch would free no memory after a failed capture
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool or (0, 0))
         self._sizes = sorted(self._graphs)
         if on_gpu:
@@ -119,7 +123,7 @@ class CapturedForward:
                 if tokens <= min(options.max_tokens, max_blocks * MIN_BLOCK_SIZE):
                     self._run(self._to_device(_prompt_batch(tokens, max_blocks, use_lora, hidden_states)))
         if self._sizes and on_gpu:
-            torch.cuda.empty_cache()  # memory of the runs before captures, which no other stream can use
+            torch.cuda.empty_cache()  # frees memory of the runs before captures, which no other stream can use
             size, seconds = torch.cuda.memory_reserved(device) - before, time.monotonic() - started
             logger.info("captured %d CUDA graphs in %.1f seconds, %.2f GB", len(self._sizes), seconds, size / 1e9)
 
@@ -171,9 +175,9 @@ class DecodeGraph:
 
     Args:
         run: computes a batch on the device.
-        padding: batch in host memory of this number of sequences without tokens.
+        padding: batch in host memory of the graph's number of sequences, without tokens.
         pool: memory pool that graphs share.
-        stream: stream on which all graphs are captured, as memory of a stream cannot be used by others.
+        stream: stream on which all graphs are captured, since other streams cannot use its memory; None on CPUs.
     """
 
     def __init__(
@@ -200,7 +204,7 @@ class DecodeGraph:
         stream.wait_stream(torch.cuda.current_stream(device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            run(self._batch())  # compiles and loads kernels, which is not possible during capture
+            run(self._batch())  # compiles and loads the kernels, since a capture cannot do that
             stream.synchronize()
             self._captured = self._batch()
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may use the GPU
@@ -212,7 +216,7 @@ class DecodeGraph:
         self._graph = graph
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Compute a batch in host memory with at most as many sequences."""
+        """Compute a batch in host memory with at most the graph's number of sequences."""
         memory = self._staging.reserve(self._layout.size)
         memory.copy_(self._padding)
         for view, tensor in zip(self._layout.views(memory), _tensors(batch), strict=True):
@@ -233,7 +237,7 @@ class DecodeGraph:
         return self._out[:count]
 
     def _batch(self) -> Batch:
-        """Return a batch over the graph's memory; a new one for each run, as kernels store their plan in it."""
+        """Return a new batch over the graph's memory. Each run needs one, since kernels store their plan in it."""
         return _with_tensors(self._template, self._layout.views(self._memory))
 
 
@@ -247,7 +251,7 @@ def _decode_batch(size: int, max_blocks: int, use_lora: bool) -> Batch:
 
 
 def _prompt_batch(tokens: int, max_blocks: int, use_lora: bool, hidden_states: Tensor | None) -> Batch:
-    """Create a batch of one prompt, which stores nothing and reads the first block."""
+    """Create a warm-up batch of one prompt, which stores no keys and values, and attends to the first KV block."""
     zeros, starts = torch.zeros(tokens, dtype=torch.int64), torch.tensor([0, tokens], dtype=torch.int32)
     tables, lengths = torch.zeros(1, max_blocks, dtype=torch.int32), starts[1:].clone()
     slots = torch.full((tokens,), -1, dtype=torch.int32) if use_lora else None
@@ -266,8 +270,8 @@ def _prompt_batch(tokens: int, max_blocks: int, use_lora: bool, hidden_states: T
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    """Tensors of a batch to copy. Those of ``logits_attention`` and ``logits_lora_slots`` are omitted if they are the
-    same."""
+    """Tensors of a batch to copy. ``logits_attention`` and ``logits_lora_slots`` are omitted if they are the same
+    objects as ``attention`` and ``lora_slots``."""
     metadata = [batch.attention]
     if batch.logits_attention is not batch.attention:
         metadata.append(batch.logits_attention)
@@ -308,5 +312,5 @@ def is_capturing() -> bool:
 def capture(forward: ForwardFn, options: CaptureOptions) -> ForwardFn:
     """See ``reference.capture``. Raises ``ValueError`` for ``key_ends``, which the kernels do not support."""
     if options.key_ends:
-        raise ValueError("bidirectional attention within images (key_ends) is only supported on CPUs")
+        raise ValueError("bidirectional attention within images (key_ends) is not supported on GPUs: use a CPU")
     return CapturedForward(forward, options)

@@ -23,7 +23,9 @@ from .kernels import kv_cache as kernels
 from .launch import MIN_FP8, architecture, launch
 
 MAX_BLOCK = 128
+"""Largest number of tokens of a block."""
 MAX_HEAD = 256
+"""Largest head size."""
 MAX_LATENT = 512
 """Largest value size of a latent cache."""
 
@@ -33,24 +35,26 @@ class LayerCache:
     """KV cache of one layer, as views of ``pool``."""
 
     values: Tensor
-    """``[blocks, vectors, kv_heads, block_size, head_dim]`` (see ``KVSpec.vectors``); blocks are strided."""
+    """``[blocks, vectors, kv_heads, block_size, head_dim]`` (``KVSpec.vectors``); blocks are strided."""
     scales: Tensor | None
-    """``[blocks, vectors, kv_heads, block_size]`` float32 if the cache is quantized."""
+    """``[blocks, vectors, kv_heads, block_size]`` float32 if the cache is quantized, else None."""
     spec: KVSpec
     pool: Tensor
-    """``[blocks, bytes]`` uint8: a block contains all layers, one after the other, so that it is one copy."""
+    """``[blocks, bytes]`` uint8: a block contains all layers consecutively, so that one copy moves all layers."""
 
 
 def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> list[LayerCache]:
-    """See ``reference.new_kv_cache``. On the CPU, memory is page-locked, so that the GPU can access it.
+    """See ``reference.new_kv_cache``. Memory on the CPU is page-locked, so that the GPU can access it.
 
     Raises ``PenstockError`` for block sizes and head sizes without kernels.
     """
     for spec in specs:
         if spec.block_size % 16 or spec.block_size > MAX_BLOCK:
-            raise invalid("block_size", f"must be a multiple of 16, at most {MAX_BLOCK}", MAX_BLOCK)
+            message = f"must be a multiple of 16, at most {MAX_BLOCK}, is {spec.block_size}"
+            raise invalid("block_size", message, MAX_BLOCK)
         if spec.quantization == "fp8" and architecture(device).capability < MIN_FP8:
-            message = "kv_cache_dtype fp8 requires a GPU of compute capability 8.9 or higher: use int8"
+            found = "{}.{}".format(*architecture(device).capability)
+            message = f"kv_cache_dtype fp8 requires a GPU of compute capability 8.9 or higher, not {found}: use int8"
             raise PenstockError(Code.UNSUPPORTED, message, "kv_cache_dtype")
         largest = MAX_LATENT + MAX_HEAD if spec.latent else MAX_HEAD
         if spec.head_dim % 16 or spec.head_dim > largest or spec.latent % 16 or spec.latent > MAX_LATENT:
@@ -68,6 +72,7 @@ def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> 
 
 
 def _layer_cache(pool: Tensor, offset: int, spec: KVSpec) -> LayerCache:
+    """Views of a layer that begins at byte ``offset`` of each block."""
     dtype = CACHE_DTYPES[spec.quantization] if spec.quantization else getattr(torch, spec.dtype)
     shape = (spec.vectors, spec.kv_heads, spec.block_size, spec.head_dim)
     end = offset + prod(shape) * dtype.itemsize
@@ -79,14 +84,14 @@ def _layer_cache(pool: Tensor, offset: int, spec: KVSpec) -> LayerCache:
 
 
 def page_locked(memory: Tensor) -> Tensor:
-    """Page-lock host memory for access by the GPU, for the lifetime of the given tensor.
+    """Page-lock host memory for access by the GPU, for the lifetime of the tensor ``memory``.
 
-    The memory is registered rather than allocated by PyTorch, which would round it up to a power of two.
+    The memory is registered, since PyTorch would round the size of page-locked allocations up to a power of two.
     """
     if memory.numel() and torch.cuda.is_available() and not memory.is_pinned():
         runtime, address = torch.cuda.cudart(), memory.data_ptr()
         if error := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
-            message = f"cannot page-lock {memory.nbytes >> 20} MiB of host memory (CUDA error {error})"
+            message = f"cannot page-lock {memory.nbytes >> 20} MiB of host memory (CUDA error {error}): use less"
             raise PenstockError(Code.UNSUPPORTED, message, "swap_space")
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
     return memory
@@ -117,7 +122,7 @@ def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> N
 
 
 def block_strides(cache: LayerCache) -> tuple[int, int]:
-    """Elements between blocks, of values and of scales."""
+    """Distance of two blocks in elements, for values and for scales (0 without scales)."""
     return cache.values.stride(0), 0 if cache.scales is None else cache.scales.stride(0)
 
 
@@ -132,8 +137,8 @@ def rope_and_store(
     norms: QKNorms | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """See ``reference.rope_and_store``. Tokens with negative slots are padding. A single kernel, unless the rotation is
-    interleaved or partial, or norms have float32 weights in a model of another dtype."""
+    """See ``reference.rope_and_store``. Tokens with negative slots are padding. A single kernel does all this, unless
+    the rotation is interleaved or partial, or norms have float32 weights in a model of another dtype."""
     wide = norms is not None and norms.q_weight.dtype is not q.dtype
     if interleaved or wide or table.shape[1] < q.shape[2]:
         if norms:
@@ -182,8 +187,8 @@ def rope_and_store(
 def copy_blocks(source: list[LayerCache], target: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
     """See ``reference.copy_blocks``. All layers of a block are copied together.
 
-    Copies are ordered on the current stream, and the caller need not wait for them. A separate stream would not help:
-    the next step writes to the blocks that were copied out, and reads those that were copied in.
+    Copies run on the current stream, and the caller need not wait for them. A separate stream would save no time: the
+    next step writes to blocks that were copied out, and reads blocks that were copied in.
     """
     if not pairs:
         return
@@ -220,13 +225,13 @@ def export_kv(
     layout: TransferLayout,
     progress: Tensor | None = None,
 ) -> None:
-    """See ``reference.export_kv``. The GPU writes to the buffer directly, and this call waits for it, so it cannot be
-    captured in a graph.
+    """See ``reference.export_kv``. The GPU writes to the buffer directly. This call waits for the GPU, and therefore
+    cannot be captured in a graph.
 
     Args:
-        buffer: in host memory. The first call page-locks it, for the lifetime of the tensor.
-        places: in host memory, or on the device.
-        progress: in host memory.
+        buffer: transfer buffer in host memory. The first call page-locks it, for the lifetime of the tensor.
+        places: positions, in host memory or on the device.
+        progress: counter in host memory.
     """
     _transfer(cache, slot_mapping, buffer, places, layout, False)
     if progress is not None and bool((places >= 0).any()):
@@ -234,13 +239,14 @@ def export_kv(
 
 
 def import_kv(cache: LayerCache, slot_mapping: Tensor, buffer: Tensor, places: Tensor, layout: TransferLayout) -> None:
-    """See ``reference.import_kv`` and ``export_kv``."""
+    """See ``reference.import_kv``. The arguments are those of ``export_kv``, and this call waits for the GPU, too."""
     _transfer(cache, slot_mapping, buffer, places, layout, True)
 
 
 def _transfer(
     cache: LayerCache, slot_mapping: Tensor, buffer: Tensor, places: Tensor, layout: TransferLayout, into_cache: bool
 ) -> None:
+    """Copy between the cache and a transfer buffer, and wait for the copy."""
     spec = cache.spec
     elements = spec.head_dim * cache.values.itemsize // 4
     assert spec.bytes_per_vector == layout.vector_bytes
@@ -253,7 +259,7 @@ def _transfer(
         None if cache.scales is None else cache.scales.view(torch.int32),
         slot_mapping,
         page_locked(buffer)[: len(buffer) // 4 * 4].view(torch.int32),
-        places.to(cache.values.device),  # kernels cannot read host memory that is not page-locked
+        places.to(cache.values.device),  # kernels can read host memory only if it is page-locked
         cache.values.stride(0) * cache.values.itemsize // 4,
         scale_stride,
         layout.slot_bytes // 4,

@@ -16,9 +16,10 @@ from .kv_cache import LayerCache, block_strides
 from .launch import launch
 
 ROWS, COLUMNS = 64, 64
-"""Tile of a product, the same for any number of tokens, so that all use the same instructions."""
+"""Tile of a product: tokens and outputs. It does not depend on the number of tokens, so that all batches use the same
+instructions."""
 HEADS = 16
-"""Number of heads whose queries a program rotates."""
+"""Number of heads for which a program rotates the queries."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, 
     sequences = len(metadata.block_tables)
     if not sequences:
         return out
-    # The same variant for all steps: as many rows and positions as possible without spilling registers.
+    # All steps use the same variant, with as many rows and positions as possible without spilling registers.
     if q.itemsize == 4:
         variant = Variant(16, 16, 4, 1, 1, True)
     else:

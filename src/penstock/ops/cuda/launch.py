@@ -13,11 +13,11 @@ import triton
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """True if kernels run in Triton's interpreter on CPU tensors, for tests (``TRITON_INTERPRET=1`` when this module is
-imported). It multiplies bfloat16 incorrectly, so tests use float32 and float16."""
+imported). The interpreter multiplies bfloat16 incorrectly, so that tests use float32 and float16."""
 DEFAULT_SM_COUNT = 132
 """Number of multiprocessors for recorded launches (H100)."""
 INTERPRETED_SM_COUNT = 2
-"""Number of multiprocessors for interpreted launches, whose programs run sequentially."""
+"""Number of multiprocessors for interpreted launches. Their programs run sequentially."""
 
 MIN_FP8 = (8, 9)
 """Minimum compute capability for fp8 products and conversions."""
@@ -25,7 +25,7 @@ MIN_FP8 = (8, 9)
 
 @dataclass(frozen=True)
 class Architecture:
-    """Properties of a GPU that the choice of kernels depends on."""
+    """Properties of a GPU on which the choice of kernels depends."""
 
     capability: tuple[int, int]
     """Compute capability."""
@@ -38,7 +38,7 @@ ARCHITECTURES = {
     90: Architecture((9, 0), 232448),
     100: Architecture((10, 0), 232448),
 }
-"""Data center GPUs (A100, H100, B200) that kernels are compiled for without a GPU."""
+"""Data center GPUs (A100, H100, B200) for which kernels can be compiled without a GPU."""
 DEFAULT_ARCHITECTURE = ARCHITECTURES[90]
 
 
@@ -50,13 +50,15 @@ class Launch:
     args: tuple[Any, ...]
     """Positional arguments: tensors, numbers and None."""
     constants: dict[str, Any]
-    """Arguments annotated ``tl.constexpr``."""
+    """Arguments of type ``tl.constexpr``."""
     num_warps: int
     num_stages: int
 
 
 _recorded: list[Launch] | None = None
+"""Launches recorded so far; None while launches are not recorded."""
 _recorded_for: Architecture | None = None
+"""GPU for which launches are recorded; None while they are not recorded."""
 
 
 @contextmanager
@@ -76,8 +78,8 @@ def launch(
 ) -> None:
     """Launch a kernel, unless the grid is empty.
 
-    Multiplications and additions are never fused except by ``tl.fma``, so that results do not depend on which variant
-    of a kernel computes them.
+    Multiplications and additions are never fused except by ``tl.fma``, so that all variants of a kernel give the same
+    bits.
     """
     if 0 in grid:
         return
@@ -88,7 +90,7 @@ def launch(
 
 
 def sm_count(device: torch.device) -> int:
-    """Number of multiprocessors of a GPU, for the grids of persistent kernels. Results do not depend on it."""
+    """Number of multiprocessors of a GPU, for the grids of persistent kernels. Results do not depend on this number."""
     if device.type != "cuda":
         return INTERPRETED_SM_COUNT if _recorded is None else DEFAULT_SM_COUNT
     return _sm_count(device)
@@ -100,7 +102,7 @@ def _sm_count(device: torch.device) -> int:
 
 
 def architecture(device: torch.device) -> Architecture:
-    """Architecture of a GPU; without a GPU, the one that launches are recorded for, or an H100."""
+    """Architecture of a GPU; while launches are recorded, the recorded architecture. Without a GPU: an H100."""
     return _recorded_for or _architecture(device)
 
 

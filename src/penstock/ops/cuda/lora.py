@@ -1,4 +1,4 @@
-"""LoRA: adapters are in buffers with fixed addresses, for CUDA graphs. Kernels look up the adapter of each row."""
+"""LoRA products. Adapters are in buffers with fixed addresses, for CUDA graphs; kernels read the slot of each row."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .matrix import DTYPES
 TILE = 64
 """Number of outputs of a program."""
 RANKS = 64
-"""Ranks are padded to a multiple of this."""
+"""Ranks are padded to a multiple of this number."""
 SPLIT = 1024
 """Number of inputs that a program sums, so that few tokens use more multiprocessors. The partial sums are added in
-ascending order. It does not depend on the number of tokens."""
+ascending order. This number does not depend on the number of tokens, so that the bits of a row do not either."""
 SMALL_TILE_TOKENS = 256
 """Maximum number of tokens for small tiles, which give more programs."""
 
@@ -29,7 +29,7 @@ class PackedLoRA:
     """Weights of an adapter for one layer."""
 
     a: Tensor
-    """``[ranks, in]``: the stacked ``a`` of all parts."""
+    """``[ranks, in]``: stacked ``LoRAWeights.a`` of all parts."""
     parts: tuple[LoRAWeights, ...]
 
 
@@ -38,15 +38,15 @@ class LoRASlots:
     """Adapters of a layer by slot."""
 
     a: Tensor
-    """``[slots, max_rank, in]``."""
+    """``[slots, max_rank, in]``: ``PackedLoRA.a``."""
     b: Tensor
     """``[slots, out, max_rank]``: nonzero at the ranks of the part that adds to an output."""
     scalings: Tensor
-    """``[slots, out]`` float32."""
+    """``[slots, out]`` float32: scaling of each output."""
     ranks: Tensor
-    """``[slots]`` int32."""
+    """``[slots]`` int32: number of ranks of each adapter."""
     spans: Tensor
-    """``[slots, tiles, 2]`` int32: first and last rank (exclusive) of each tile of outputs."""
+    """``[slots, tiles, 2]`` int32: first rank, and rank after the last, of each tile of outputs."""
 
 
 def new_lora_slots(
@@ -76,7 +76,7 @@ def set_lora(slots: LoRASlots, slot: int, packed: PackedLoRA | None) -> None:
         return
     ranks, max_rank = len(packed.a), slots.a.shape[1]
     if ranks > max_rank:
-        raise ValueError(f"the adapter has rank {ranks}, but slots have at most {max_rank}")
+        raise ValueError(f"the adapter has {ranks} ranks in total, but slots have at most {max_rank}")
     slots.a[slot, :ranks] = packed.a.to(slots.a)
     slots.ranks[slot] = ranks
     spans, first = [[max_rank, 0] for _ in range(slots.spans.shape[1])], 0

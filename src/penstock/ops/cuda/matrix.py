@@ -26,7 +26,7 @@ from .tiles import Tile, choose_tile
 LAYOUT = "cuda-3"
 """Version of the packed layout."""
 PANEL, BLOCK = 64, 128
-"""Outputs of a panel, and inputs of a block of 8-bit weights."""
+"""Number of outputs of a panel, and number of inputs of a block of 8-bit weights."""
 COLUMNS = 1024
 """Number of inputs of a row that a program copies or rotates."""
 CHUNK = 128 * PANEL
@@ -34,11 +34,12 @@ CHUNK = 128 * PANEL
 MIN_MAGNITUDE = 1e-30
 """Vectors up to this magnitude are quantized to zeros."""
 FLOAT4_STEP = 2.0**14
-"""Factor between 4-bit floating-point values and the float16 values that kernels make of their bits."""
+"""Quotient of a 4-bit floating-point value and the float16 value to which kernels convert its bits."""
 FP8 = torch.float8_e4m3fn
 NO_BIAS = torch.empty(0)
-"""Placeholder for an absent bias, with address 0. It is not read."""
+"""Placeholder for an absent bias, with address 0. Kernels do not read it."""
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+"""Supported dtypes of products, and Triton's types."""
 
 
 @dataclass(eq=False)
@@ -57,7 +58,9 @@ class Matrix:
     bias: Tensor | None
     """Bias in float32, or None."""
     outputs: int
+    """Number of rows."""
     inputs: int
+    """Number of columns."""
     dtype: torch.dtype
     """Dtype of products and embeddings, for all formats."""
     format: Format
@@ -82,6 +85,7 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
 def _new_tensors(
     inputs: int, outputs: int, dtype: torch.dtype, format: Format, device: torch.device
 ) -> dict[str, Tensor]:
+    """Allocate zeroed packed tensors, for the caller to fill."""
     return {
         name: torch.zeros(shape, dtype=kind, device=device)
         for name, (shape, kind) in packed_shapes(inputs, outputs, dtype, format).items()
@@ -89,8 +93,11 @@ def _new_tensors(
 
 
 def _pack_chunk(tensors: dict[str, Tensor], weight: Tensor, first: int, format: Format, whole: Tensor | None) -> None:
-    """Quantize the outputs from ``first``, and store them in their panels. ``whole``: largest magnitude of the matrix
-    if it has a single scale."""
+    """Quantize outputs from ``first`` on, and store them in their panels.
+
+    Args:
+        whole: largest magnitude of the matrix if it has a single scale; else None.
+    """
     outputs, inputs = weight.shape
     blocks = tensors["values"].shape[1]
     size = blocks * (2 * format.group_size if format.bits == 4 else BLOCK)
@@ -115,7 +122,11 @@ def _pack_chunk(tensors: dict[str, Tensor], weight: Tensor, first: int, format: 
 
 
 def _put_values(values: Tensor, quantized: Tensor, first: int, format: Format) -> None:
-    """Store quantized values ``[outputs, inputs]`` in their panels. ``first``: first output, the first of a panel."""
+    """Store quantized values ``[outputs, inputs]`` in their panels.
+
+    Args:
+        first: index of the first output, which must be the first of a panel.
+    """
     count, blocks = -(-len(quantized) // PANEL), values.shape[1]
     size = blocks * (2 * format.group_size if format.bits == 4 else BLOCK)
     padded = pad(quantized, (0, size - quantized.shape[1], 0, count * PANEL - len(quantized)))
@@ -126,7 +137,7 @@ def _put_values(values: Tensor, quantized: Tensor, first: int, format: Format) -
 
 
 def _put_scales(scales: Tensor, new_scales: Tensor, first: int, format: Format, factor: float = 1 / 16) -> None:
-    """Store scales or offsets ``[outputs, groups]`` of the outputs from ``first``; with 4 bits multiplied by
+    """Store scales or offsets ``[outputs, groups]`` of the outputs from ``first`` on; for 4-bit formats, multiplied by
     ``factor``."""
     if format.bits == 8:
         start = first // (format.rows_per_scale or 1)
@@ -138,6 +149,7 @@ def _put_scales(scales: Tensor, new_scales: Tensor, first: int, format: Format, 
 
 
 def _inverse(maximum: Tensor, inverse: Tensor) -> Tensor:
+    """``inverse``, or 0 for groups that are quantized to zeros (``MIN_MAGNITUDE``)."""
     return torch.where(maximum > MIN_MAGNITUDE, inverse, 0)
 
 
@@ -162,8 +174,8 @@ def packed_shapes(
 
 
 def _kernel_format(format: Format) -> Format:
-    """Replace formats with integer scales by one with a floating-point scale per 32 inputs, as there are no kernels for
-    them."""
+    """Format of the kernels for ``format``. Formats with integer scales have no kernels: they are replaced by a format
+    with a floating-point scale per 32 inputs."""
     return replace(format, group_size=32, integer_scales=False) if format.integer_scales else format
 
 
@@ -172,12 +184,15 @@ def _check_supported(format: Format, dtype: torch.dtype, device: torch.device) -
     if dtype not in DTYPES:
         raise PenstockError(Code.UNSUPPORTED, f"the CUDA kernels support bfloat16, float16 and float32, not {dtype}")
     if format.floating and format.bits == 8 and architecture(device).capability < MIN_FP8:
-        raise PenstockError(Code.UNSUPPORTED, "fp8 requires a GPU of compute capability 8.9 or higher", "quantization")
+        found = "{}.{}".format(*architecture(device).capability)
+        message = f"fp8 requires a GPU of compute capability 8.9 or higher, not {found}"
+        raise PenstockError(Code.UNSUPPORTED, message, "quantization")
     if not _has_kernels(format):
-        raise PenstockError(Code.UNSUPPORTED, f"there are no CUDA kernels for {format}", "quantization")
+        raise PenstockError(Code.UNSUPPORTED, f"no CUDA kernels support {format}", "quantization")
 
 
 def _has_kernels(format: Format) -> bool:
+    """True if the kernels support a format."""
     if format.activation_groups:
         return False
     if format.bits == 4:
@@ -191,7 +206,7 @@ def _has_kernels(format: Format) -> bool:
 
 
 def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: Tensor | None = None) -> Matrix:
-    """See ``reference.pack_quantized``. Blocks of outputs with one scale do not cross parts."""
+    """See ``reference.pack_quantized``. A block of outputs with one scale must be within one part."""
     values, format, order = torch.cat([part.values for part in parts]), parts[0].format, parts[0].order
     outputs, inputs = values.shape
     _check_supported(format, dtype, values.device)
@@ -214,27 +229,29 @@ def supports(format: Format, dtype: torch.dtype) -> bool:
 
 
 def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
-    """As ``reference.packed_tensors``."""
+    """See ``reference.packed_tensors``."""
     return dict(matrix.tensors) if matrix.format.bits else {}
 
 
 def from_packed(
     tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: torch.dtype, bias: Tensor | None, format: Format
 ) -> Matrix:
-    """As ``reference.from_packed``. Raises ``PenstockError`` (``internal``) for tensors of another size or dtype."""
+    """See ``reference.from_packed``. Raises ``PenstockError`` (``internal``) for tensors of a wrong shape or dtype."""
     format = _kernel_format(format)
     _check_supported(format, dtype, tensors["values"].device)
     expected = packed_shapes(inputs, outputs, dtype, format)
     if "order" in tensors:
         expected["order"] = (inputs,), torch.int64
-    if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()} != expected:
-        raise PenstockError(Code.INTERNAL, "packed weights have an unexpected size or dtype")
+    if (found := {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}) != expected:
+        message = f"packed weights have an unexpected size or dtype: {found}, not {expected}"
+        raise PenstockError(Code.INTERNAL, message)
     return Matrix(dict(tensors), None if bias is None else bias.float(), outputs, inputs, dtype, format)
 
 
 def quantize(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Quantize rows ``[tokens, in]`` to 8 bits, after rotating them if the format rotates, padded with zeros to whole
-    blocks. Returns the values, and scales ``[tokens]``, or ``[blocks, tokens]`` for formats with a scale per block."""
+    """Quantize rows ``[tokens, in]`` to 8 bits, padded with zeros to whole blocks. Rows are rotated before if the
+    format has a rotation. Returns the values, and scales ``[tokens]``, or ``[blocks, tokens]`` for a format with a
+    scale per block."""
     tokens, inputs = x.shape
     padding = max(BLOCK, 2 * format.group_size if format.bits == 4 else 0)
     padded = -(-inputs // padding) * padding
@@ -259,7 +276,7 @@ def quantize(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, block: int) -> Tensor:
-    """Rotate rows ``[tokens, in]`` in blocks of inputs, in their dtype."""
+    """Rotate rows ``[tokens, in]`` in blocks of ``block`` inputs. The dtype is unchanged."""
     out = x.new_empty(x.shape)
     arguments = x, out, x.shape[1], x.stride(0)
     launch(kernels.rotate_rows, (len(x), -(-x.shape[1] // COLUMNS)), *arguments, ROTATION=block, COLUMNS=COLUMNS)
@@ -267,7 +284,7 @@ def rotate(x: Tensor, block: int) -> Tensor:
 
 
 def sum_groups(x: Tensor, groups: int, group_size: int) -> Tensor:
-    """Return the sums of the groups of rows ``[tokens, in]``, ``[groups, tokens]`` float32."""
+    """Sum each group of inputs of rows ``[tokens, in]``: ``[groups, tokens]`` float32."""
     sums = x.new_empty((groups, len(x)), dtype=torch.float32)
     arguments = x, sums, x.shape[1], groups, x.stride(0)
     launch(kernels.sum_groups, (len(x), -(-groups // 16)), *arguments, SIZE=group_size, GROUPS=16)
@@ -281,6 +298,7 @@ def use_cublas(enabled: bool) -> None:
 
 
 _cublas = False
+"""Use cuBLAS for unquantized weights."""
 
 
 def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
@@ -295,7 +313,7 @@ def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | N
 
 
 def linear_activation_and_mul(x: Tensor, matrix: Matrix, function: str, out: Tensor | None = None) -> Tensor:
-    """See ``reference.linear_activation_and_mul``. A single kernel."""
+    """See ``reference.linear_activation_and_mul``. Launches a single kernel."""
     if _cublas and not matrix.format.bits:
         return activation_and_mul(linear(x, matrix), function, out)
     out = x.new_empty((len(x), matrix.outputs // 2)) if out is None else out
@@ -307,25 +325,27 @@ class ExpertAssignments:
     """Assignments of tokens to experts, grouped by expert (``kernels.experts.group_assignments``)."""
 
     assignments: Tensor
-    """``[tiles * tile.bt]`` int32: assignment of each row of a tile; -1: padding."""
+    """``[tiles * tile.bt]`` int32: assignment (``token * top_k + k``) of each row of a tile; -1: padding."""
     tile_experts: Tensor
     """``[tiles]`` int32: expert of each tile; -1: unused."""
     assignments_per_row: int
     """Number of assignments per row of inputs."""
     tile: Tile
     weight_size: int
-    """Elements between the weights of experts."""
+    """Number of elements of an expert's values."""
     scales_size: int
+    """Number of elements of an expert's scales; 0 without scales."""
 
 
 def product(
     x: Tensor, matrix: Matrix, out: Tensor, gated: str = "", assignments: ExpertAssignments | None = None
 ) -> Tensor:
-    """Multiply rows ``x``, write the result to ``out``, and return it.
+    """Multiply rows ``x`` by ``matrix``, write the result to ``out``, and return ``out``.
 
     Args:
-        gated: activation of the first half of the outputs, which is multiplied by the second half; empty: not gated.
-        assignments: rows and experts to multiply; ``matrix`` is then that of the first expert.
+        gated: activation of the first half of the outputs, which is then multiplied by the second half; empty: not
+            gated.
+        assignments: rows and experts to multiply; ``matrix`` then has the stacked tensors of all experts.
     """
     format, tokens = matrix.format, len(x)
     if tokens == 0:
@@ -386,7 +406,11 @@ def product(
 
 
 def tile_of(x: Tensor, tokens: int, rows: int, format: Format) -> Tile:
-    """Choose the tile for a number of tokens and rows of weights. ``x`` has the dtype of inputs before quantization."""
+    """Choose the tile for a number of tokens and rows of weights.
+
+    Args:
+        x: inputs before quantization, for their device and dtype.
+    """
     itemsize = 1 if format.activation_bits else x.itemsize
     return _tile(architecture(x.device), sm_count(x.device), tokens, rows, itemsize, format)
 

@@ -13,7 +13,7 @@ from .matrix import Matrix, linear
 COLUMNS = 4096
 """Number of columns of a row that a program loads at a time."""
 RANDOM_COLUMNS = 2048
-"""The same for random sampling: with 16 warps, no register is spilled."""
+"""Number of columns that a program of random sampling loads at a time: with 16 warps, no register is spilled."""
 MAX_K = 64
 """Maximum ``k`` of the kernel; larger values use PyTorch."""
 MAX_LISTED = 16384
@@ -26,7 +26,11 @@ def argmax(x: Tensor, matrix: Matrix, bitmask: Tensor | None = None) -> tuple[Te
 
 
 def argmax_of_logits(logits: Tensor, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the index of the largest value of each row ``[rows, outputs]`` float32, and that value."""
+    """Return the index of the largest value of each row of ``[rows, outputs]`` float32, and the value.
+
+    Args:
+        bitmask: argument of ``reference.argmax``.
+    """
     rows, columns = logits.shape
     blocks = -(-columns // COLUMNS)
     values, largest = logits.new_empty(rows, blocks), logits.new_empty(rows)
@@ -65,7 +69,7 @@ def topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     parts = values.new_empty(rows, blocks * k), torch.empty(rows, blocks * k, dtype=torch.int32, device=values.device)
     result = values.new_empty(rows, k), torch.empty(rows, k, dtype=torch.int32, device=values.device)
     launch(kernels.topk, (rows, blocks), values, None, *parts, columns, values.stride(0), k, BLOCK=COLUMNS, num_warps=8)
-    block = power_of_two(blocks * MAX_K)  # a size for any k, so that the kernel is compiled only once
+    block = power_of_two(blocks * MAX_K)  # the size does not depend on k, so that the kernel is compiled only once
     launch(kernels.topk, (rows, 1), *parts, *result, blocks * k, blocks * k, k, BLOCK=block, num_warps=8)
     return result[0], result[1].long()
 

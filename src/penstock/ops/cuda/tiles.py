@@ -1,4 +1,4 @@
-"""Choice of the tiles of products by their shapes. It does not change the bits of results."""
+"""Choice of the tiles of products by their shapes. The choice does not change the bits of results."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from penstock.core.quantization import Format
 from .launch import Architecture
 
 MAX_STAGES = 8
-"""More stages hardly hide more memory latency, and compile slower."""
+"""Maximum number of pipeline stages. More stages hardly hide more memory latency, and compile slower."""
 MAX_FLOAT32_STAGES = 4
-"""The same for float32, whose converted weights use additional shared memory."""
+"""Maximum number of pipeline stages for float32: its converted weights use additional shared memory."""
 RESERVED_SHARED = 2048
 """Shared memory of a multiprocessor that is reserved for reductions, barriers and the system (1 KiB each), in bytes."""
 READ_COST = 64
-"""Cost of reading a row of a tile (weights or tokens, from L2) relative to a multiplication: tiles smaller than twice
-this squared are bound by reads."""
+"""Cost of reading a row of a tile (weights or tokens, from L2) relative to a multiplication. A square tile with sides
+of less than ``2 * READ_COST`` is bound by reads."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Tile size that kernels are compiled for."""
+    """Tile size for which kernels are compiled."""
 
     bn: int
-    """Rows of weights of the matrix instructions."""
+    """Number of rows of weights of the matrix instructions."""
     bt: int
     """Number of tokens."""
     bk: int
@@ -36,18 +36,22 @@ class Tile(Size):
     """Tile of a program, and launch options."""
 
     rows: int
-    """Rows of weights that are used, at max_bt ``bn``. With a gate, two rows make one output."""
+    """Number of rows of weights that are used, at most ``bn``. With a gate, an output has two rows."""
     num_warps: int
     num_stages: int
 
 
 def sizes(architecture: Architecture, x_bytes: int, format: Format) -> tuple[Size, ...]:
-    """Return the tile sizes for a kind of product, those for few tokens first.
+    """Return the tile sizes for a kind of product, the sizes for few tokens first.
 
-    A thread has 255 registers. 128 x 256 sums use half of them; half as many sums are possible if operands are in
-    registers, too (converted weights; 8 bits on Blackwell; anything before Hopper), and a quarter if groups of inputs
-    are summed separately. Products without matrix instructions (float32) have small tiles. For few tokens, 256 bytes of
-    each row are read at a time, to reduce barriers; for many, only as much as instructions can hide.
+    A thread has 255 registers. 128 x 256 sums use half of them. Half of these sums are possible if operands are also in
+    registers (converted weights; 8 bits on Blackwell; all products before Hopper), a quarter if groups of inputs are
+    summed separately. Products without matrix instructions (float32) have small tiles. For few tokens, 256 bytes of
+    each row are read at a time, to reduce barriers. For many tokens, it is the number of bytes that instructions can
+    hide.
+
+    Args:
+        x_bytes: size of an input of the product in bytes, after quantization.
     """
     hopper = (9, 0) <= architecture.capability < (12, 0)
     if x_bytes == 4:
@@ -56,7 +60,7 @@ def sizes(architecture: Architecture, x_bytes: int, format: Format) -> tuple[Siz
     if format.group_size:
         bk = 256 if format.bits == 4 else 128
         few = 2 * bk if format.bits == 4 and format.group_size > 32 else bk
-        # Blackwell has tensor memory for four sums of groups, Ampere has registers for two, besides offsets.
+        # Blackwell has tensor memory for four sums of groups. Ampere has registers for two sums of groups and offsets.
         bk = min(bk, (4 if hopper or not format.asymmetric else 2) * format.group_size)
         small = Size(64, 16, few), Size(64, 64, bk)
         blackwell = architecture.capability >= (10, 0)  # where converting floating-point weights uses more registers
@@ -72,12 +76,12 @@ def choose_tile(
 ) -> Tile:
     """Choose the fastest tile: as large as possible with few idle multiprocessors.
 
-    Few tokens of few rows use as many programs as there are multiprocessors, with all shared memory for prefetching;
-    with more rows, two programs share a multiprocessor, so that one reads while the other starts or ends.
+    For few tokens and few rows, each multiprocessor runs one program, with all shared memory for prefetching. With more
+    rows, two programs share a multiprocessor, so that one reads while the other starts or ends.
 
     Args:
         rows: number of rows of the matrix.
-        x_bytes: size of an input of the product, after quantization.
+        x_bytes: size of an input of the product in bytes, after quantization.
     """
 
     def time(size: Size) -> int:

@@ -1,7 +1,7 @@
-"""Reference backend: the definition of each op in plain PyTorch, which all backends are tested against.
+"""Reference backend: the definition of each op in plain PyTorch. Tests compare all other backends with it.
 
 Ops compute in float32 and round the result to the input's dtype. They run on all PyTorch devices. They are not
-batch-invariant, as PyTorch's order of summation depends on the shapes.
+batch-invariant, since PyTorch's order of summation depends on the shapes.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def rope_and_store(
     Args:
         q: ``[tokens, heads, head_dim]``. Rows of ``q``, ``k`` and ``v`` may be strided.
         k, v: ``[tokens, kv_heads, head_dim]``.
-        positions, table, interleaved: see ``rope``.
-        cache, slot_mapping: see ``store_kv``.
+        positions, table, interleaved: arguments of ``rope``.
+        cache, slot_mapping: arguments of ``store_kv``.
     """
     if norms:
         q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
@@ -42,13 +42,13 @@ def rope_and_store(
 def attention(
     q: Tensor, cache: Tensor, metadata: AttentionMetadata, options: AttentionOptions, out: Tensor | None = None
 ) -> Tensor:
-    """Attention of queries over the cached keys and values of their sequences; ``[tokens, heads * head_dim]``.
+    """Attention of queries over the cached keys and values of their sequences; returns ``[tokens, heads * head_dim]``.
 
-    With a quantized cache, a backend may quantize queries and softmax weights to 8 bits, too.
+    With a quantized cache, a backend may also quantize queries and softmax weights to 8 bits.
 
     Args:
         q: ``[tokens, heads, head_dim]``; ``heads`` is a multiple of the cache's ``kv_heads``.
-        out: see ``linear``.
+        out: memory for the result (see ``linear``).
     """
     window, softcap, sinks = options.window, options.softcap, options.sinks
     heads, dim = q.shape[1:]

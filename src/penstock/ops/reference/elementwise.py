@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def index_select(x: Tensor, rows: Tensor) -> Tensor:
-    """Select rows ``[rows]`` int64 of ``[tokens, ...]``.
+    """Select the rows of ``x``, ``[tokens, ...]``, with the indices ``rows``, ``[rows]`` int64.
 
-    After its first ``index_select``, a captured step must use this number of rows in all ops.
+    After its first ``index_select``, a captured step must use the selected number of rows in all ops.
     """
     return x[rows]
 
@@ -54,8 +54,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def scale(x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
-    """Multiply ``[rows, size]`` by a factor, then apply the soft cap ``cap * tanh(x / cap)`` (Bello et al., 2016); a
-    cap of 0 is off."""
+    """Multiply ``[rows, size]`` by a factor, then apply the soft cap ``cap * tanh(x / cap)`` (Bello et al., 2016); 0:
+    no cap."""
     scaled = x.float() * factor
     return (cap * torch.tanh(scaled / cap) if cap else scaled).to(x.dtype)
 

@@ -13,10 +13,11 @@ from .matrix import Matrix, linear
 
 @dataclass(frozen=True)
 class Experts:
-    """Matrices of experts, of one shape and format; ``first`` is the expert id of the first one."""
+    """Matrices of experts, of one shape and format."""
 
     matrices: Sequence[Matrix]
     first: int
+    """Expert id of the first matrix."""
 
 
 def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
@@ -29,13 +30,13 @@ def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
 
 
 def experts_linear(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None = None) -> Tensor:
-    """Multiply each token by the matrices of its experts; ``[tokens, top_k, out]``. Entries of ``out`` for experts that
-    are not among the matrices are not written.
+    """Multiply each token by the matrices of its experts; returns ``[tokens, top_k, out]``. Entries of ``out`` for
+    experts without a matrix are not written.
 
     Args:
         x: ``[tokens, in]``, or ``[tokens, top_k, in]``.
         ids: ``[tokens, top_k]`` int64, from ``select_experts``.
-        out: see ``linear``; the experts of a token may be strided, too.
+        out: memory for the result (see ``linear``); the entries of a token may also be strided.
     """
     inputs = x if x.dim() == 3 else x[:, None].expand(-1, ids.shape[1], -1)
     if out is None:
@@ -49,7 +50,7 @@ def experts_linear(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None 
 def experts_activation_and_mul(
     x: Tensor, experts: Experts, ids: Tensor, function: str, out: Tensor | None = None
 ) -> Tensor:
-    """Like ``experts_linear``, followed by ``activation_and_mul``."""
+    """``experts_linear``, followed by ``activation_and_mul``."""
     product = experts_linear(x, experts, ids)
     gated = activation_and_mul(product, function)
     if out is None:

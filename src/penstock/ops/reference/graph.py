@@ -11,7 +11,7 @@ from ..batch import Batch, CaptureOptions, ForwardFn
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Like ``torch.empty``, for an op's ``out``; also usable in a captured step."""
+    """Allocate the ``out`` of an op, like ``torch.empty``. Captured steps may call this function, too."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -26,7 +26,8 @@ def capture(forward: ForwardFn, options: CaptureOptions) -> ForwardFn:
     The result of a call is on the device, and valid until the next call.
 
     Args:
-        forward: calls the same ops for every batch, and nothing else. This backend does not require that.
+        forward: forward pass that calls the same ops for every batch, and nothing else. The reference backend accepts
+            any forward pass.
     """
     device, sampled = options.device, options.sampled
     if device.type == "cpu" and sampled is None:

@@ -1,4 +1,4 @@
-"""The KV cache, and copies between it and transfer buffers."""
+"""The KV cache, and copies between the cache and transfer buffers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from penstock.checkpoint.kv_spec import SCALE_BYTES, KVSpec, TransferLayout
 from ..scale_search import MIN_MAGNITUDE
 
 KVCache = list[Tensor]
-"""KV cache of each layer, ``[vectors, blocks, block_size, kv_heads, head_dim]`` (see ``KVSpec.vectors``). A quantized
-cache is int8 or float8_e4m3fn, and its last dimension ends with the four bytes of the vector's float32 scale."""
+"""KV cache of each layer, ``[vectors, blocks, block_size, kv_heads, head_dim]`` (``KVSpec.vectors``). A quantized cache
+is int8 or float8_e4m3fn, and its last dimension ends with the four bytes of the vector's float32 scale."""
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Dtypes of quantized caches, by ``KVSpec.quantization``."""
 CACHE_LIMITS = {torch.int8: 127, torch.float8_e4m3fn: 448}
@@ -35,7 +35,7 @@ def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> 
 def store_kv(cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Write keys and values ``[tokens, kv_heads, head_dim]`` to a layer's cache at ``Batch.slot_mapping``.
 
-    In a quantized cache, the vector of each token and head is divided by its largest magnitude over 127 (int8) or 448
+    In a quantized cache, the vector of each token and head is scaled so that its largest magnitude is 127 (int8) or 448
     (fp8), and rounded.
     """
     for slots, vectors in zip(cache.flatten(1, 2), (k, v), strict=True):
@@ -43,6 +43,7 @@ def store_kv(cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
 
 
 def store_vectors(slots: Tensor, vectors: Tensor, slot_mapping: Tensor) -> None:
+    """Write vectors to ``slots``, ``[slots, kv_heads, head_dim]``, quantized if the cache is."""
     if slots.dtype in CACHE_LIMITS:
         slots.view(torch.int8)[slot_mapping] = quantize(vectors, slots.dtype)
     else:
@@ -80,9 +81,9 @@ def export_kv(
     A captured step uses the ``slot_mapping`` and ``export_places`` of its current batch.
 
     Args:
-        slot_mapping: see ``Batch.slot_mapping``.
+        slot_mapping: slots of the tokens (``Batch.slot_mapping``).
         buffer: ``[bytes]`` uint8.
-        places: see ``Batch.export_places``; tokens with a negative entry are not copied.
+        places: positions in the buffer (``Batch.export_places``); tokens with a negative entry are not copied.
         layout: layout of this layer.
         progress: ``[1]`` int64, incremented (with release order) after the copy unless no token was copied.
     """
@@ -99,7 +100,7 @@ def export_kv(
 
 
 def import_kv(cache: Tensor, slot_mapping: Tensor, buffer: Tensor, places: Tensor, layout: TransferLayout) -> None:
-    """Copy keys and values of tokens from a transfer buffer to a layer's cache. See ``export_kv`` for the arguments."""
+    """Copy keys and values of tokens from a transfer buffer to a layer's cache, with the arguments of ``export_kv``."""
     imported = (places >= 0).nonzero()[:, 0]
     layer, index, slots = _transfer_view(buffer, layout), places[imported].cpu(), slot_mapping[imported]
     heads = slice(layout.first_head, layout.first_head + cache.shape[3])
@@ -117,7 +118,7 @@ def _transfer_view(buffer: Tensor, layout: TransferLayout) -> Tensor:
 
 
 def copy_blocks(source: KVCache, target: KVCache, pairs: list[tuple[int, int]]) -> None:
-    """Copy blocks of all layers from ``source`` to ``target``, which may be the same cache, or on another device.
+    """Copy blocks of all layers from ``source`` to ``target``. Both may be the same cache, or on different devices.
 
     Args:
         pairs: ``(source block, target block)`` of each copy.
@@ -133,7 +134,7 @@ def copy_slots(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copy the stored keys and values of tokens within a layer's cache.
 
     Args:
-        sources, targets: slots, ``[tokens]`` int64, like ``Batch.slot_mapping``; no slot is in both.
+        sources, targets: slots, ``[tokens]`` int64, like ``Batch.slot_mapping``; a source must not be a target.
     """
     slots = cache.flatten(1, 2)
     slots[:, targets] = slots[:, sources]

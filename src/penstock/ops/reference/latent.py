@@ -25,7 +25,7 @@ def linear_by_head(x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Te
 
     Args:
         matrices: result of ``pack_by_head``.
-        out: where to write the result.
+        out: memory for the result; None: allocate it.
     """
     return write(torch.einsum("thi,hoi->tho", x.float(), matrices.float()).to(x.dtype), out)
 
@@ -47,9 +47,9 @@ def latent_rope_and_store(
     Args:
         q: ``[tokens, heads, rope_dim]``; only the last dimension must be contiguous.
         k, latent: ``[tokens, rope_dim]`` and ``[tokens, latent]``; rows may be strided.
-        positions, table, interleaved: see ``rope``.
-        cache, slot_mapping: see ``store_kv``.
-        out: where to write the queries, ``[tokens, heads, rope_dim]``; the last dimension must be contiguous.
+        positions, table, interleaved: arguments of ``rope``.
+        cache, slot_mapping: arguments of ``store_kv``.
+        out: memory for the rotated queries, ``[tokens, heads, rope_dim]``; the last dimension must be contiguous.
     """
     out.copy_(rope(q, positions, table, interleaved))
     vectors = torch.cat((latent[:, None], rope(k[:, None], positions, table, interleaved)), -1)
@@ -59,11 +59,12 @@ def latent_rope_and_store(
 def latent_attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, latent: int) -> Tensor:
     """Causal attention over a latent cache (MLA; DeepSeek-AI, 2024); returns ``[tokens, heads, latent]``.
 
-    A token's cached vector is the key of all heads, and its first ``latent`` dimensions are their value.
+    A token's cached vector is the key of all heads, and the first ``latent`` dimensions are the value of all heads.
 
     Args:
         q: ``[tokens, heads, head_dim]``.
-        metadata, scale: see ``attention`` and ``AttentionOptions``.
+        metadata: argument of ``attention``.
+        scale: ``AttentionOptions.scale``.
     """
     whole = attention(q, cache.expand(2, *cache.shape[1:]), metadata, AttentionOptions(scale))
     return whole.view(q.shape)[..., :latent]

@@ -1,4 +1,4 @@
-"""Ops of the sampler on logits, which backends without such kernels share."""
+"""Ops on logits for sampling. Backends without kernels for these ops use them, too."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from torch import Tensor
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """Set logits ``[rows, outputs]`` to minus infinity, in place, where the bit in ``bitmask``, ``[rows, ceil(outputs /
-    32)]`` int32, is not set. Returns the logits."""
+    """Set forbidden logits to minus infinity, in place. Returns the logits.
+
+    Args:
+        logits: ``[rows, outputs]``.
+        bitmask: ``[rows, ceil(outputs / 32)]`` int32 with a bit set for each allowed output, the lowest bit first.
+    """
     packed = bitmask.numpy(force=True).view(np.uint8)
     is_allowed = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little")
     return logits.masked_fill_(torch.from_numpy(is_allowed == 0).to(logits.device), float("-inf"))

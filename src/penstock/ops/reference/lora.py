@@ -11,7 +11,7 @@ from torch import Tensor
 from ..lora import LoRAWeights
 
 LoRASlots = list[Sequence[LoRAWeights]]
-"""Adapters of a layer by slot; an empty sequence is an empty slot."""
+"""Parts of the adapter in each slot of a layer; empty for an empty slot."""
 
 
 def new_lora_slots(
@@ -20,15 +20,15 @@ def new_lora_slots(
     """Create empty slots for the adapters of a layer.
 
     Args:
-        inputs, outputs: size of the layer.
-        max_rank: limit of the sum of the ranks of an adapter's parts for this layer.
+        inputs, outputs: sizes of the layer.
+        max_rank: maximum sum of the ranks of an adapter's parts for this layer.
         dtype, device: dtype and device of adapters.
     """
     return [()] * slots
 
 
 def pack_lora(parts: Sequence[LoRAWeights]) -> Sequence[LoRAWeights]:
-    """Pack an adapter's weights for a layer. Parts must add to disjoint outputs."""
+    """Pack an adapter's weights for a layer. The parts must have disjoint outputs."""
     return tuple(parts)
 
 
@@ -38,9 +38,9 @@ def set_lora(slots: LoRASlots, slot: int, packed: Sequence[LoRAWeights] | None) 
 
 
 def add_lora(out: Tensor, x: Tensor, slots: LoRASlots, row_slots: Tensor) -> Tensor:
-    """Add the product of each row's adapter to a layer's output; returns ``[tokens, out]``.
+    """Add the product with each row's adapter to a layer's output; returns ``[tokens, out]``.
 
-    Products with ``a`` are rounded to ``x``'s dtype. A backend may change ``out`` in place.
+    Products with ``LoRAWeights.a`` are rounded to ``x``'s dtype. A backend may change ``out`` in place.
 
     Args:
         out: ``[tokens, out]``, the layer's output.

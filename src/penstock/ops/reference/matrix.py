@@ -18,6 +18,7 @@ from ..scale_search import MIN_MAGNITUDE, search_integer_scales, search_scales
 from .logits import apply_bitmask
 
 LAYOUT = "reference-3"
+"""Version of the packed layout."""
 
 
 def supports(format: Format, dtype: torch.dtype) -> bool:
@@ -30,9 +31,10 @@ class Matrix:
     """A matrix ``[out, in]``, dequantized if it was quantized, and an optional bias ``[out]``."""
 
     weight: Tensor
-    """The weight in ``dtype``; in float32 and rotated if the format quantizes and rotates."""
+    """The weight: in ``dtype`` if unquantized; otherwise in float32, and rotated if the format has a rotation."""
     bias: Tensor | None
     dtype: torch.dtype
+    """Dtype of products and embeddings."""
     format: Format
 
 
@@ -42,7 +44,7 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
     Args:
         parts: matrices ``[rows, in]`` of one dtype, which are stacked to ``[out, in]``.
         bias: ``[out]``, added to each product.
-        format: format to quantize the weights to.
+        format: format of the packed weights.
     """
     weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))
     if not format.bits:
@@ -78,7 +80,8 @@ def from_packed(
 
 
 def _quantize_dequantize(weight: Tensor, format: Format) -> Tensor:
-    """Round to integers or 8-bit floating-point numbers, times scales. Returns float32."""
+    """Quantize weights to integers or 8-bit floating-point numbers with scales. Returns the dequantized weights in
+    float32."""
     if format.floating:
         return _round_fp8(weight, format.rows_per_scale, format.group_size)
     if format.integer_scales:
@@ -95,7 +98,8 @@ def _quantize_dequantize(weight: Tensor, format: Format) -> Tensor:
 
 
 def _round_by_integer_scales(weight: Tensor, group_size: int) -> Tensor:
-    """Round to 4-bit integers, times the integer scale of a group, times the scale of an output. Returns float32."""
+    """Quantize weights to 4-bit integers with an integer scale per group and a scale per output. Returns the
+    dequantized weights in float32."""
     inputs = weight.shape[1]
     groups = F.pad(weight, (0, -inputs % group_size)).unflatten(1, (-1, group_size))
     integers, scales = search_integer_scales(groups)
@@ -106,14 +110,15 @@ def _round_by_integer_scales(weight: Tensor, group_size: int) -> Tensor:
 
 
 def _round_int8(x: Tensor) -> Tensor:
-    """Round rows to 8-bit integers times a scale."""
+    """Quantize rows to 8-bit integers with a scale per row. Returns the dequantized rows."""
     maximum = x.abs().amax(1, keepdim=True)
     inverse = torch.full_like(maximum, 127) / maximum  # `127 / maximum` would round twice
     return (x * torch.where(maximum > MIN_MAGNITUDE, inverse, 0)).round() * (maximum / 127)
 
 
 def _round_fp8(x: Tensor, rows: int = 1, columns: int = 0) -> Tensor:
-    """Round to e4m3 times a scale per block of ``rows`` rows and ``columns`` columns (0: all)."""
+    """Quantize to e4m3 with a scale per block of ``rows`` rows and ``columns`` columns (0: all). Returns the
+    dequantized numbers."""
     (height, width), rows, columns = x.shape, rows or len(x), columns or x.shape[1]
     blocks = F.pad(x, (0, -width % columns, 0, -height % rows)).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     maximum = blocks.abs().amax((1, 3), keepdim=True)
@@ -126,13 +131,13 @@ def _round_fp8(x: Tensor, rows: int = 1, columns: int = 0) -> Tensor:
 def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
     """Multiply ``[tokens, in]``; returns ``[tokens, out]``, in ``x``'s dtype or, with ``out_float32``, in float32.
 
-    If the format rotates, rows are rotated first, and rounded to their dtype if they are not quantized. If the format
-    quantizes activations, each row (or each group of a row) is divided by its scale and rounded to 8-bit integers or to
-    e4m3; an integer scale is the largest magnitude over 127.
+    If the format has a rotation, rows are rotated before, and rounded to their dtype if they are not quantized. If the
+    format quantizes activations, each row (or each group of a row) is divided by its scale and rounded to 8-bit
+    integers or to e4m3. The scale for integers is the largest magnitude divided by 127.
 
     Args:
-        out: where to write the result, which is returned. Each row must be contiguous; rows may be strided. This holds
-            for ``out`` of all ops.
+        out: memory for the result, which is returned; None: allocate it. Each row must be contiguous; rows may be
+            strided. The same is true for ``out`` of all ops.
     """
     if not matrix.format.bits:
         product = F.linear(x, matrix.weight, matrix.bias)
@@ -150,6 +155,7 @@ def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | N
 
 
 def write(result: Tensor, out: Tensor | None) -> Tensor:
+    """Copy a result to ``out`` unless it is None. Returns the tensor with the result."""
     return result if out is None else out.copy_(result)
 
 
@@ -159,8 +165,8 @@ def linear_activation_and_mul(x: Tensor, matrix: Matrix, function: str, out: Ten
 
 
 def argmax(x: Tensor, matrix: Matrix, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the index of the largest output of ``linear`` (the lowest in a tie), ``[tokens]`` int64, and that output,
-    ``[tokens]`` float32.
+    """Return the index of the largest output of ``linear`` (the lowest index in a tie), ``[tokens]`` int64, and the
+    largest output, ``[tokens]`` float32.
 
     Args:
         x: ``[tokens, in]``.
@@ -177,7 +183,8 @@ def embedding(token_ids: Tensor, matrix: Matrix, first: int = 0, out: Tensor | N
 
     Args:
         token_ids: ``[tokens]`` int64.
-        first: token id of the matrix's first row. Rows of ``out`` for tokens that the matrix lacks are not written.
+        first: token id of the matrix's first row. Rows of ``out`` for tokens without a row in the matrix are not
+            written.
     """
     if out is None:
         return _rows(matrix, token_ids - first)
@@ -187,6 +194,7 @@ def embedding(token_ids: Tensor, matrix: Matrix, first: int = 0, out: Tensor | N
 
 
 def _rows(matrix: Matrix, indices: Tensor) -> Tensor:
+    """Select rows of a matrix, unrotated."""
     rows = matrix.weight[indices]
     if matrix.format.rotation:
         rows = hadamard(rows, matrix.format.rotation_block(rows.shape[1]))

@@ -1,4 +1,4 @@
-"""Generation of one chat: base class of all dialects' handlers except PaddleNLP's, and message deltas."""
+"""Generation of one chat: message deltas, and the base class of the handlers of all dialects except PaddleNLP."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class CallDelta:
     """Index of the call in its message."""
     arguments: str
     id: str = ""
-    """Set only in the first delta of a call, as is ``name``."""
+    """Id of the call. Like ``name``, it is set only in the first delta of the call."""
     name: str = ""
 
 
 Delta = list[TextPart | CallDelta]
-"""Parts added to a message, in order. The continuation of the last part is first."""
+"""Parts added to a message, in order. If the part sent last has grown, its new text is the first item."""
 
 
 class MessageCursor(SequenceCursor):
@@ -40,9 +40,9 @@ class MessageCursor(SequenceCursor):
     def __init__(self) -> None:
         super().__init__()
         self.num_tool_calls = 0
-        """Number of tool calls sent, including a partial last one."""
+        """Number of tool calls sent; the last may be sent only in part."""
         self._parts = 0
-        """Number of parts sent, including a partial last one."""
+        """Number of parts sent; the last may be sent only in part."""
         self._length = 0
         """Number of characters of the last part sent."""
 
@@ -92,7 +92,8 @@ class ChatGeneration(GenerationHandler):
         """Cursor of each sequence, by index."""
         if (constraint := forced_tool_call(request, self.prompt.tools)) is not None:
             if sampling.guided_decoding:
-                raise invalid("tool_choice", "cannot be combined with another constraint on the output")
+                message = "cannot be combined with another constraint on the output: remove one of them"
+                raise invalid("tool_choice", message)
             self.sampling = sampling.replace(guided_decoding=constraint)
 
     async def outputs(self) -> AsyncGenerator[Output, None]:

@@ -1,4 +1,4 @@
-"""Conversion of messages, tools and content: from any dialect to OpenAI's format, and from that to template input."""
+"""Conversion of messages, tools and content from any dialect to OpenAI's format, and to the chat template's input."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .request import ROLES, MediaURL, Message, Tool
 from .request import ContentPart as OpenAIPart
 
 TEXT = {"text": "text"}
-"""Type of a content part with text → field that contains the text."""
+"""Name of the field with the text, by type of content part."""
 CHAT_TEXT = {"text": "text", "refusal": "refusal"}
-"""The same for OpenAI's chat API."""
+"""``TEXT`` with the additional part type of OpenAI's chat API."""
 
 
 class ContentPart(Protocol):
@@ -62,9 +62,9 @@ def content_of(
         path: path of the content in its request, for errors.
         media_of: converts an image or video part (part, path) to OpenAI's format, and returns None for other parts;
             None if only text is supported.
-        kinds: type of a part with text → field that contains the text.
+        kinds: name of the field with the text, by type of content part.
 
-    Raises ``PenstockError``: ``unsupported`` for a part of another type, ``invalid`` for one without its text.
+    Raises ``PenstockError``: ``unsupported`` for a part of another type, ``invalid`` for a text part without text.
     """
     if isinstance(content, str):
         return content
@@ -134,7 +134,8 @@ def template_options(request: TemplateFields, tools: Sequence[Tool] | None, call
     options = dict(request.chat_template_kwargs or {})
     reserved = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
     if wrong := [name for name in reserved if name in options]:
-        raise invalid("chat_template_kwargs", f"must not contain {wrong[0]}")
+        message = f"must not contain {wrong[0]}: use the request's field {wrong[0]} instead"
+        raise invalid("chat_template_kwargs", message)
     if tools:
         if not calls_tools:
             raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template does not support tools", "tools")
@@ -153,8 +154,8 @@ def messages_of(messages: list[Message], images: bool = False) -> list[dict[str,
     """Convert messages to template input: content as one text, arguments of calls as objects.
 
     Args:
-        images: messages may contain images and videos; the content of such a message is a list of parts. The chat
-            template determines for which roles they are rendered.
+        images: messages may contain images and videos; the content of a message with media is a list of parts. The
+            chat template determines for which roles media are rendered.
 
     Raises ``PenstockError``: ``unsupported`` for content other than text, images and videos; ``invalid`` if the
     arguments of all calls have too many elements.
@@ -177,7 +178,7 @@ def _message(message: Message, path: str, images: bool, count: ElementCount) -> 
         ]
     reasoning = message.reasoning_content or message.reasoning
     rest = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
-    if not (message.tool_calls and result["content"]):  # read by gpt-oss's template, which rejects it with content
+    if not (message.tool_calls and result["content"]):  # gpt-oss's template rejects thinking together with content
         rest["thinking"] = reasoning
     return result | {name: value for name, value in rest.items() if value is not None}
 
@@ -193,7 +194,7 @@ def _content(message: Message, path: str, images: bool) -> str | list[dict[str, 
 
 
 MEDIA_FIELDS = {"image_url": "image_url", "video_url": "video_url", "video": "video"}
-"""Type of an image or video part → field with the URL."""
+"""Name of the field with the URL, by type of image or video part."""
 
 
 def _media(part: OpenAIPart, path: str) -> dict[str, Any] | None:
@@ -206,7 +207,7 @@ def _media(part: OpenAIPart, path: str) -> dict[str, Any] | None:
 
 
 def _arguments(given: str | Mapping[str, Any] | None, count: ElementCount) -> Any:
-    """Decode arguments to an object; text that is not a JSON object, which a model may have written, is kept."""
+    """Decode arguments to an object. Text that is not a JSON object is kept, as a model may have written it."""
     if not isinstance(given, str):
         return given or {}
     count.add(given.encode(errors="replace"))

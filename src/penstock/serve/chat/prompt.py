@@ -48,9 +48,9 @@ class ChatPrompt:
         if request.prompt_token_ids is not None:
             fields = ["messages"] if request.messages else TEMPLATE_FIELDS
             if given := [name for name in fields if getattr(request, name) is not None]:
-                raise invalid(given[0], "cannot be combined with prompt_token_ids")
+                raise invalid(given[0], "cannot be combined with prompt_token_ids: remove one of them")
         elif not request.messages:
-            raise invalid("messages", "must have at least one, unless there are prompt_token_ids")
+            raise invalid("messages", "must have at least one message, unless prompt_token_ids is given")
         input_processor = self._gateway.input_processor
         templates = input_processor.tokenizer.templates
         self._template = templates.get(request.chat_template or "", request.chat_template)
@@ -59,7 +59,7 @@ class ChatPrompt:
             message = "chat_template: this server does not accept templates in requests (trust_request_chat_template)"
             raise PenstockError(Code.UNSUPPORTED, message, "chat_template")
         self.tools = input_processor.chats.response_formats(self._template).tools
-        """The model's tool call format, or None."""
+        """Tool call format of the chat template; None if the template has no tools or an unknown format."""
         self._calls = bool(request.tools)
         tools = request.tools if request.tool_choice != "none" else None
         self._messages = messages_of(request.messages, service.sees_images)
@@ -69,7 +69,8 @@ class ChatPrompt:
             request, record.unknown
         )
         self.echoed = ""
-        """Text of the last message repeated by the answer (``echo``); after rendering, as in the prompt."""
+        """Text of the last message, which the answer repeats (``echo``). ``prompt`` removes trailing space if the
+        template does."""
         last = self._messages[-1] if self._messages else {}
         if request.echo and (last.get("role") == "assistant" or not self._options["add_generation_prompt"]):
             self.echoed = last.get("content", "")
@@ -111,7 +112,7 @@ class ChatPrompt:
                 client=self._client,
             )
             if request.continue_final_message and not (prompt.text or "").endswith(self.echoed):
-                self.echoed = self.echoed.rstrip()  # the template trimmed it: the answer contains the space
+                self.echoed = self.echoed.rstrip()  # the template trimmed it; the answer begins with the space
         else:
             tail = request.prompt_token_ids[-NUM_TAIL_TOKENS:]
             end = gateway.input_processor.tokenizer.decode(tail, skip_special_tokens=False)
@@ -132,7 +133,7 @@ class ChatPrompt:
             "echo": bool(request.echo),
         }
         for name in [name for name, given in unsupported.items() if given]:
-            raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported with images", name)
+            raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported with images: remove it", name)
 
     def _template_variables(self, request: ChatRequest, unknown: UnknownFields) -> dict[str, Any]:
         """Return ``documents`` and ``reasoning_effort`` for the template. If the model's template does not read them,
@@ -143,7 +144,7 @@ class ChatPrompt:
             template = self._gateway.input_processor.tokenizer.template_for(tools=bool(request.tools))
             for name in given.keys() - template.variables:
                 if name == "documents" or unknown.strict:
-                    message = f"{name}: this model's chat template does not read it"
+                    message = f"{name}: this model's chat template does not read it: remove it"
                     raise PenstockError(Code.UNSUPPORTED, message, name)
                 unknown.ignore("", name)
                 del given[name]
@@ -173,6 +174,6 @@ def truncate(token_ids: list[int], request: PromptRequest, max_tokens: int, side
     if limit is None:
         return token_ids
     if limit == 0:
-        raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for the maximum that fits", 1)
+        raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for the maximum that fits, is 0", 1)
     max_tokens = max(max_tokens, 1) if limit == -1 else limit
     return token_ids[:max_tokens] if (request.truncation_side or side) == "right" else token_ids[-max_tokens:]

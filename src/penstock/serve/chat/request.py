@@ -16,14 +16,14 @@ from penstock.serve.http.body import Reading, RequestBody, unsupported
 
 Number = float
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""-1: random seed."""
+"""Seed of sampling; -1: a random seed."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 NonEmptyText = Annotated[str, msgspec.Meta(min_length=1)]
 REQUEST_ID = r"^[\x21-\x7e]{1,128}$(?!\n)"
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$(?!\n)"
-"""Letters, digits and some punctuation; the tool call formats of models do not allow others."""
+"""Allowed tool names: letters, digits and some punctuation. Models' tool call formats do not allow other characters."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -39,7 +39,7 @@ class JsonSchema(msgspec.Struct, kw_only=True):
     schema: dict[str, Any] | bool | None = None
     description: str | None = None
     strict: bool | None = None
-    """Also require all listed properties and disallow others. The schema is always enforced."""
+    """True: also require all listed properties, and disallow unlisted ones. The schema is always enforced."""
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -48,13 +48,13 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema", "structural_tag", "json", "regex", "grammar"]
     json_schema: JsonSchema | None = None
     schema: dict[str, Any] | bool | None = None
-    """llama-server: the schema of json_object or json_schema."""
+    """llama-server: JSON Schema (types json_object and json_schema)."""
     value: dict[str, Any] | str | None = None
-    """Text Generation Inference: the schema of json or json_object, or the expression of regex."""
+    """Text Generation Inference: JSON Schema (types json and json_object) or regular expression (type regex)."""
     pattern: str | None = None
-    """The expression of regex."""
+    """Regular expression (type regex)."""
     grammar: str | None = None
-    """The grammar of type grammar, in Lark or GBNF syntax."""
+    """Grammar in Lark or GBNF syntax (type grammar)."""
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None
@@ -78,7 +78,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 GUIDED_BACKENDS = tuple(
     f"{name}{option}" for name in get_args(GuidedBackend) if name != "off" for option in ("", ":no-fallback")
 )
-"""Accepted values, which are ignored: the backend does not change what a grammar allows."""
+"""Accepted values of guided_decoding_backend. They are ignored, as the backend does not change the allowed output."""
 UNSUPPORTED = unsupported(
     {
         "audio": (),
@@ -102,7 +102,7 @@ UNSUPPORTED = unsupported(
         "prompt_embeds": (),
         "repetition_detection": (),
         "return_assistant_tokens_mask": (False, True),  # only vLLM's /render paths read it
-        "return_token_offsets": (False, True),  # only /render
+        "return_token_offsets": (False, True),  # only vLLM's /render paths read it
         "suffix": ("", {}),
         "thinking_token_budget": (-1,),
         "trace_context": ("",),
@@ -110,7 +110,7 @@ UNSUPPORTED = unsupported(
         "web_search_options": (),
     }
 )
-"""Unsupported fields of OpenAI's and other servers' requests, with their values without effect."""
+"""Unsupported fields of OpenAI and other servers, with the values that have no effect and are accepted."""
 
 
 class PromptRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
@@ -119,7 +119,7 @@ class PromptRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     """Truncate the prompt to this number of tokens; -1: to the maximum that fits into the context."""
     truncation_side: Literal["left", "right"] | None = None
-    """Side that is removed. Default: left for generation, right for embeddings."""
+    """Side of the prompt that is removed. Default: left for generation, right for embeddings."""
     request_id: Annotated[str, msgspec.Meta(pattern=REQUEST_ID)] | None = None
     """Request id in the log, in the header X-Request-Id, and at the end of the response id."""
 
@@ -142,11 +142,11 @@ class GenerationRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True)
     length_penalty: Annotated[Number, msgspec.Meta(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
     temperature: Annotated[Number, msgspec.Meta(ge=0, le=100)] | None = None
-    """0: greedy."""
+    """Sampling temperature; 0: greedy decoding."""
     top_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
-    """0: always the most likely token."""
+    """Probability mass of nucleus sampling; 0: always the most likely token."""
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    """0 or -1: all tokens."""
+    """Number of most likely tokens to sample from; 0 or -1: all tokens."""
     min_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
     presence_penalty: Annotated[Number, msgspec.Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, msgspec.Meta(ge=-2, le=2)] | None = None
@@ -156,7 +156,7 @@ class GenerationRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True)
     allowed_token_ids: TokenIds | None = None
     bad_words: list[NonEmptyText] | None = None
     bad_words_token_ids: list[TokenId | TokenIds] | None = None
-    """Token ids, or sequences of them, that must not be generated."""
+    """Token ids, or sequences of token ids, that must not be generated."""
 
     min_tokens: Count | None = None
     stop: NonEmptyText | list[NonEmptyText] | None = None
@@ -289,7 +289,7 @@ class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     messages: list[Message]
-    """Empty if there are prompt_token_ids."""
+    """Messages of the chat; empty if prompt_token_ids is given."""
     prompt_token_ids: TokenIds | None = None
     """The prompt, rendered and encoded by the client."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
@@ -320,19 +320,19 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     chat_template: Annotated[str, msgspec.Meta(max_length=MAX_TEMPLATE)] | None = None
     """Chat template to use instead of the model's (requires --trust-request-chat-template)."""
     documents: list[dict[str, Any]] | None = None
-    """Passed to the chat template, if it reads them."""
+    """Documents for the chat template. Rejected if the model's template does not read them."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """Passed to the chat template, if it reads it."""
+    """Reasoning effort for the chat template. Ignored if the model's template does not read it."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None
-    """Begin the answer with the last message's text if it has the same role."""
+    """Begin the answer with the text of the last message, if that is an assistant message."""
     mm_processor_kwargs: dict[str, Any] | None = None
     """Override the server's limits min_pixels and max_pixels of images and videos, and fps or num_frames of videos."""
     media_io_kwargs: dict[str, Any] | None = None
-    """Number of frames sampled from videos: {"video": {"num_frames": 32}}, or fps."""
+    """Number of frames sampled from videos, {"video": {"num_frames": 32}}, or per second, {"video": {"fps": 2}}."""
     add_special_tokens: bool | None = None
-    """Add the tokenizer's special tokens to those of the chat template."""
+    """Add the tokenizer's special tokens (BOS, EOS) to the rendered prompt. Default: false."""
 
 
 ChatRequest.reading = ChatRequest.reading.accepting(ChatRequest)

@@ -21,7 +21,7 @@ SHARED_FIELDS = (
 """Fields with the same name in ``SamplingParams``."""
 GUIDED_FIELDS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 OTHER_NAMES = {"json_schema": "json", "regex": "regex", "grammar": "grammar", "ebnf": "grammar"}
-"""Field of llama-server or SGLang → constraint."""
+"""Constraint by field of llama-server or SGLang."""
 RESPONSE_FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     "json_object": ("json", ("schema", "value")),
     "json_schema": ("json", ("json_schema", "schema")),
@@ -31,7 +31,7 @@ RESPONSE_FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     "structural_tag": ("structural_tag", ("structures", "triggers", "format")),
     "text": ("", ()),
 }
-"""Type of a response format → its constraint, and the fields allowed with this type."""
+"""Constraint and allowed fields by type of a response format."""
 
 
 def sampling_of(request: GenerationRequest, defaults: SamplingParams, **overrides: Any) -> SamplingParams:
@@ -39,7 +39,7 @@ def sampling_of(request: GenerationRequest, defaults: SamplingParams, **override
 
     Args:
         defaults: values of absent fields.
-        overrides: values whose field names differ between chats and completions.
+        overrides: values of fields that chats and completions name differently.
     """
     given = {name: value for name in SHARED_FIELDS if (value := getattr(request, name)) is not None}
     for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
@@ -51,10 +51,10 @@ def sampling_of(request: GenerationRequest, defaults: SamplingParams, **override
     if (constraint := guided_decoding_of(request)) is not None:
         given["guided_decoding"] = constraint
     if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options", "requires stream")
+        raise invalid("stream_options", "requires stream: set it to true")
     if given.get("top_p") == 0:
         given |= {"top_p": 1.0, "top_k": 1}
-    if request.use_beam_search:  # generation_config.json has defaults for sampling
+    if request.use_beam_search:  # ignore the checkpoint's defaults for sampling
         defaults = defaults.replace(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     return defaults.replace(**given, **overrides)
 
@@ -65,7 +65,7 @@ def chat_sampling(request: ChatRequest, defaults: SamplingParams) -> SamplingPar
     if len(max_tokens) > 1:
         raise invalid("max_completion_tokens", "differs from max_tokens; set only one of them")
     if request.top_logprobs and not request.logprobs:
-        raise invalid("top_logprobs", "requires logprobs")
+        raise invalid("top_logprobs", "requires logprobs: set it to true")
     budgets = {value for value in (request.reasoning_max_tokens, request.thinking_token_budget) if value is not None}
     if len(budgets) > 1:
         raise invalid("thinking_token_budget", "differs from reasoning_max_tokens; set only one of them")
@@ -81,7 +81,7 @@ def chat_sampling(request: ChatRequest, defaults: SamplingParams) -> SamplingPar
 
 
 def guided_decoding_of(request: GenerationRequest) -> GuidedDecodingParams | None:
-    """Return the guided decoding parameters of a request, or None.
+    """Return the guided decoding parameters of a request; None: the request has no constraint.
 
     Raises ``PenstockError`` (``invalid``) for several constraints, and for a malformed response format.
     """
@@ -104,19 +104,19 @@ def guided_decoding_of(request: GenerationRequest) -> GuidedDecodingParams | Non
     params = {name: value for source in sources.values() for name, value in source.items()}
     if not constraints:
         if params:
-            raise invalid("guided_whitespace_pattern", "requires a JSON constraint")
+            raise invalid("guided_whitespace_pattern", "requires a JSON constraint: set guided_json")
         return None
     source_field = constraints[0] if constraints[0] != "guided_decoding" else ""
     return GuidedDecodingParams(**params, source_field=source_field)
 
 
 def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -> GuidedDecodingParams | None:
-    """Return the guided decoding parameters of a forced tool call (``tool_choice``), or None.
+    """Return the guided decoding parameters of a forced tool call (``tool_choice``); None: no call is forced.
 
     Args:
         tool_format: the model's tool call format.
 
-    Raises ``PenstockError`` (``invalid``) if there is no such tool.
+    Raises ``PenstockError`` (``invalid``) if the named tool is not defined, or a tool's schema is invalid.
     """
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
@@ -128,9 +128,10 @@ def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -
         if tool.function.strict:
             parameters = _restrict(field, {"properties": {}} | parameters)
         if parameters["type"] != "object":
-            raise invalid(f"{field}.type", "must be object for forced tool calls")
+            kind = parameters["type"]
+            raise invalid(f"{field}.type", f"must be object for forced tool calls, is {kind!r:.50}")
         if tool.function.name in known:
-            raise invalid(f"tools[{i}].function.name", f"{tool.function.name!r} is defined twice")
+            raise invalid(f"tools[{i}].function.name", f"{tool.function.name!r} is defined twice: use unique names")
         check_schema(field, parameters)
         known[tool.function.name] = parameters
     if not known:
@@ -156,8 +157,8 @@ def _from_structured_outputs(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _from_response_format(form: ResponseFormat | None) -> dict[str, Any]:
-    """Return the constraint of a response format. Raises ``PenstockError`` (``invalid``) for a missing field, or one
-    that is not allowed with the type."""
+    """Return the constraint of a response format. Raises ``PenstockError`` (``invalid``) for a missing field, or a
+    field that is not allowed with the type."""
     if form is None:
         return {}
     constraint, fields = RESPONSE_FORMATS[form.type]
@@ -175,7 +176,7 @@ def _from_response_format(form: ResponseFormat | None) -> dict[str, Any]:
     if not given:
         if form.type == "json_object":
             return {"json_object": True}
-        raise invalid(f"response_format.{fields[0]}", "is missing")
+        raise invalid(f"response_format.{fields[0]}", f"is missing; type {form.type} requires it")
     ((name, value),) = given.items()
     if isinstance(value, JsonSchema):
         if value.schema is None:
@@ -183,14 +184,14 @@ def _from_response_format(form: ResponseFormat | None) -> dict[str, Any]:
         field = "response_format.json_schema.schema"
         return {"json": _restrict(field, value.schema) if value.strict else value.schema}
     if constraint == "regex" and not isinstance(value, str):
-        raise invalid(f"response_format.{name}", "is not allowed with type regex")
+        raise invalid(f"response_format.{name}", f"must be a string with type regex, is {type(value).__name__}")
     return {constraint: value}
 
 
 def _restrict(field: str, schema: Any, strict: bool = True) -> Any:
-    """Disallow unlisted properties in all objects of a schema; ``strict`` also requires all listed ones, as in OpenAI's
-    strict mode. Raises ``PenstockError`` (``invalid``) if it is nested too deeply."""
+    """Disallow unlisted properties in all objects of a schema; with ``strict``, also require all listed properties, as
+    in OpenAI's strict mode. Raises ``PenstockError`` (``invalid``) if the schema is nested too deeply."""
     try:
         return disallow_additional_properties(schema, strict)
     except RecursionError as error:
-        raise invalid(field, "is nested too deeply") from error
+        raise invalid(field, "is nested too deeply: simplify the schema") from error

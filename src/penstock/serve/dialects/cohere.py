@@ -1,4 +1,4 @@
-"""Cohere's ``/v1/embed`` and ``/v2/embed``, with float, int8 and binary embeddings. ``/rerank`` is in ``openai``."""
+"""Cohere's ``/v1/embed`` and ``/v2/embed``: float, int8 and binary embeddings. ``openai/scores.py`` has ``/rerank``."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ PROMPT_NAMES = {
     "search_query": ("search_query", "query"),
     "search_document": ("search_document", "document", "passage"),
 }
-"""``input_type`` → possible names of the checkpoint's prompt; the prompt of any other type has the type's name."""
-UNSUPPORTED = {"images": Unsupported("this endpoint embeds text only")}
+"""``input_type`` → names of the checkpoint's prompt, tried in order. Any other ``input_type`` is the name itself."""
+UNSUPPORTED = {"images": Unsupported("this endpoint embeds text only; send texts")}
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 
 
@@ -43,23 +43,23 @@ class EmbedContent(msgspec.Struct, kw_only=True):
 
 class EmbedInput(msgspec.Struct, kw_only=True):
     content: Annotated[list[EmbedContent], msgspec.Meta(min_length=1)]
-    """Parts, which are joined with newlines."""
+    """Text parts, joined with newlines."""
 
 
 class EmbedRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """A request of either version of the API. Null fields are dropped."""
+    """Embed request of version 1 or 2 of the API. A null field counts as absent."""
 
     reading: ClassVar = Reading(unsupported=UNSUPPORTED, drops_null=True)
 
     model: str | None = None
     texts: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
     inputs: Annotated[list[EmbedInput], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
-    """Alternative to ``texts``."""
+    """Texts as lists of parts: an alternative to ``texts``."""
     input_type: str | None = None
-    """Name of the checkpoint's prompt that is prepended to each text; None: its default prompt."""
+    """Name of the checkpoint's prompt that is prepended to each text; None: the default prompt of the checkpoint."""
     embedding_types: Annotated[list[EmbeddingType], msgspec.Meta(min_length=1)] | None = None
     truncate: Literal["NONE", "START", "END"] | None = None
-    """Side from which too long texts are truncated; NONE: refuse them. Default: END."""
+    """Side from which texts beyond the token limit are truncated; NONE: reject such texts. Default: END."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     """Maximum number of tokens per text; longer texts are truncated."""
     output_dimension: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
@@ -81,7 +81,7 @@ class EmbedResponse(msgspec.Struct, kw_only=True):
     response_type: Literal["embeddings_by_type", "embeddings_floats"]
     id: str
     embeddings: CohereEmbeddings | list[list[float]]
-    """A list without types in version 1 if ``embedding_types`` is absent."""
+    """A plain list of vectors in version 1 without ``embedding_types``; otherwise lists by type."""
     texts: list[str]
     meta: dict[str, Any]
 
@@ -159,19 +159,20 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
 
 def _texts(request: EmbedRequest) -> list[str]:
-    """The texts to embed. Raises ``PenstockError`` (``invalid``) if there are none, or for images."""
+    """The texts to embed. Raises ``PenstockError`` (``invalid``) for images, or if not one of the two fields is set."""
     if (request.texts is None) == (request.inputs is None):
-        raise invalid("texts", "give either texts or inputs")
+        found = "neither" if request.texts is None else "both"
+        raise invalid("texts", f"give either texts or inputs; the request has {found}")
     if request.texts is not None:
         return request.texts
     parts = [each.content for each in request.inputs or ()]
     if any(part.text is None for content in parts for part in content):
-        raise invalid("inputs", "has parts without text; this endpoint embeds text only")
+        raise invalid("inputs", "has parts without text, but this endpoint embeds text only; send text parts")
     return ["\n".join(part.text or "" for part in content) for content in parts]
 
 
 def _int8(vector: Sequence[float]) -> list[int]:
-    """Scale a vector so that its largest absolute value is 127, and round. Keeps cosines, not lengths."""
+    """Scale a vector so that its largest absolute value is 127, and round. Keeps cosine similarities, not lengths."""
     scale = 127 / (max(map(abs, vector)) or 1.0)
     return [round(number * scale) for number in vector]
 
@@ -181,7 +182,7 @@ def _uint8(vector: Sequence[float]) -> list[int]:
 
 
 def _ubinary(vector: Sequence[float]) -> list[int]:
-    """One bit per number, 1 if it is positive, eight to a byte, most significant first; zero-padded."""
+    """Pack one bit per number (1: positive) into bytes, most significant bit first; the last byte is zero-padded."""
     bits = "".join("1" if number > 0 else "0" for number in vector)
     return [int(bits[first : first + 8].ljust(8, "0"), 2) for first in range(0, len(bits), 8)]
 

@@ -19,8 +19,8 @@ from ..models.served_models import RECEIVED, ServedModels
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions/completions")
 CHATS = ("/v1/chat/completions", "/v1/chat/completions/chat/completions")
-"""The second path of each is what OpenAI's client requests if its ``base_url`` ends in ``/v1/chat/completions``, as in
-PaddleNLP's documentation."""
+"""The second path of ``COMPLETIONS`` and ``CHATS`` is requested by OpenAI's client if its ``base_url`` ends in
+``/v1/chat/completions``, as PaddleNLP's documentation recommends."""
 
 
 class SharedPathDialect(Protocol):
@@ -28,9 +28,9 @@ class SharedPathDialect(Protocol):
 
     error_format: ErrorFormat
     fields: frozenset[str] | None = None
-    """``matches`` is called only for bodies with at least one of these fields; None: for all."""
+    """``matches`` is called only for bodies with at least one of these fields; None: for all bodies."""
     header: str | None = None
-    """``matches`` is called only for requests with this header; None: for all."""
+    """``matches`` is called only for requests with this header; None: for all requests."""
 
     def matches(self, raw_request: Request, fields: dict[str, Any]) -> bool:
         """Return True if a request is in this dialect; ``fields`` is its parsed body."""
@@ -52,7 +52,7 @@ def dispatch_by_body(
     matches: Callable[[dict[str, Any]], bool],
     endpoint: Endpoint,
 ) -> None:
-    """Route POST requests with a matching body to ``endpoint``, others to the existing endpoint of ``path``.
+    """Route POST requests with a matching body to ``endpoint``, and all others to the existing endpoint of ``path``.
 
     Args:
         matches: returns True for a parsed body that ``endpoint`` handles.
@@ -62,13 +62,13 @@ def dispatch_by_body(
 
     async def dispatch(raw_request: Request) -> Response:
         body = await served_models.receive(raw_request, served_models.max_body_size)
-        raw_request.scope[RECEIVED] = body  # the endpoint reads it from there
+        raw_request.scope[RECEIVED] = body  # the selected endpoint reads the body from the scope
         record = record_of(raw_request.scope)
         try:
             matched = await served_models.parse(
                 record, len(body), lambda: (check_elements(body), matches(read_object(body)))
             )
-        except PenstockError:  # the existing endpoint reports it
+        except PenstockError:  # the existing endpoint parses the body again and reports the error
             matched = False
         return await (endpoint if matched else existing)(raw_request)
 

@@ -1,4 +1,4 @@
-"""Routes of a dialect: reading request bodies, and describing the routes in the OpenAPI document."""
+"""Routes of a dialect: parse request bodies, and describe the routes in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def tenant_of(raw_request: Request) -> str:
 
 
 class DialectRoutes:
-    """Adds the routes of a dialect.
+    """Helper of a dialect that adds routes and parses the bodies of their requests.
 
     Args:
-        error_format: error format of the requests; None: the one registered for their path.
+        error_format: error format of the requests; None: the error format registered for the path.
         schemas: structs to describe in the OpenAPI document.
-        prefix: prefix of their names there.
+        prefix: prefix of the struct names in the OpenAPI document.
         failure: schema of error responses.
     """
 
@@ -80,7 +80,7 @@ class DialectRoutes:
         return described
 
     def post(self, path: str, endpoint: Endpoint, summary: str, request: Schema = None, **options: Any) -> None:
-        """Add a POST route; ``options`` are those of ``add``."""
+        """Add a POST route; ``options`` are further arguments of ``add``."""
         self.add(path, endpoint, summary, request=request, method="POST", **options)
 
     async def read(
@@ -92,7 +92,7 @@ class DialectRoutes:
     def endpoint(
         self, schema: type[T], answer: Callable[[T, RequestRecord, int], Response], media: bool = False
     ) -> Endpoint:
-        """Make an endpoint that passes its parsed body to ``answer``; arguments and errors are those of ``handle``."""
+        """Make an endpoint that calls ``answer`` with the parsed body. Arguments and errors are those of ``handle``."""
 
         @wraps(answer)
         async def handled(raw_request: Request) -> Response:
@@ -112,7 +112,7 @@ class DialectRoutes:
 
         Args:
             work: called with the request, its record and the size of its body in bytes.
-            media: allow a body of ``max_body_size``, for images.
+            media: allow bodies up to ``max_body_size`` (for images) instead of ``max_text_size``.
             optional: parse an empty body as ``{}``.
 
         Raises ``PenstockError`` as ``ServedModels.read``, ``convert`` and ``work`` do.

@@ -30,17 +30,17 @@ from .openai.schema import ErrorResponse
 MAX_BODY = 2**16
 """Maximum size of a registration, bytes."""
 STATUS_PATH = "/penstock/instances"
-"""GET at a router: its instances with their statistics."""
+"""Path of a router (GET): the instances of the router, with their statistics."""
 NUMBER_PATH = "/registered_number"
-"""GET at a router: number of ready instances by role, as in FastDeploy's router."""
+"""Path of a router (GET): number of ready instances by role, as in FastDeploy's router."""
 Register = Callable[[str, tuple[str, ...], bool], Awaitable[None]]
 
 
 def add_routes(routes: Routes, served_models: ServedModels, configuration: Configuration, register: Register) -> None:
-    """Add the routes.
+    """Add the routes of instances and routers.
 
     Args:
-        register: registers an instance: its name, its engines' addresses, and True if it is leaving.
+        register: called with the name of an instance, the addresses of its engines, and True to unregister it.
     """
     engine = configuration.engine
 
@@ -59,19 +59,20 @@ def add_routes(routes: Routes, served_models: ServedModels, configuration: Confi
         try:
             registration = msgspec.json.decode(body, type=RegisterRequest)
         except msgspec.MsgspecError as error:
-            raise invalid("body", f"is not a registration of this version: {error}") from error
+            message = f"is not a registration request of version {__version__}, which the router runs: {error}"
+            raise invalid("body", message) from error
         host = request.client.host if request.client else ""
         addresses = tuple(reachable(one.address, host) for one in registration.engines)
         await register(registration.name, addresses, registration.leaves)
         return JSONResponse({})
 
     def signed(path: str, endpoint: Callable[[Request, bytes], Awaitable[Response]]) -> Endpoint:
-        """Allow only requests signed with the cluster secret. Errors are ``{"message": …}``, as the peers expect."""
+        """Allow only requests signed with the cluster secret. Errors are ``{"message": …}``, as routers expect."""
 
         async def checked(request: Request) -> Response:
             try:
                 if not engine.engine_address and engine.role != "router":
-                    message = "routers cannot reach this server's engine; give --engine-address or --role"
+                    message = "routers cannot reach this server's engine; start it with --engine-address or --role"
                     raise PenstockError(Code.UNSUPPORTED, message)
                 body = await read_body(request, MAX_BODY, served_models.options.client_timeout)
                 verify(await asyncio.to_thread(secret), path, body, request.headers.get(HEADER, ""))

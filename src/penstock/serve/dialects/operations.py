@@ -1,6 +1,6 @@
-"""Operations on whole models (weight updates, pause, sleep) for all dialects, and endpoints that report their state.
+"""Operations on whole models (weight updates, pause, sleep) for all dialects, and endpoints for the state of models.
 
-Operations that end or delay other clients' requests, such as ``/v1/weights/reload``, require ``server_dev_mode``.
+Operations that abort or delay requests of other clients, such as ``/v1/weights/reload``, require ``server_dev_mode``.
 """
 
 from __future__ import annotations
@@ -29,36 +29,38 @@ from .openai.schema import ErrorResponse
 
 
 class Reload(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """Reload the weights of a model."""
+    """Request to reload the weights of a model."""
 
     path: str = ""
-    """Folder of a checkpoint of the same model; empty: reload the one in use."""
+    """Folder of a checkpoint with the same architecture; empty: reload the checkpoint in use."""
     running: WeightUpdateMode = "finish"
     """How running requests are handled: they finish on the old weights, or their tokens so far are recomputed with the
     new weights and generation continues."""
     model: str | None = None
+    """Name of a served model. Default: the first model."""
 
 
 class Operator:
-    """Carries out operations on the models that a request selects, with the weights folders that clients may name."""
+    """Operator of the served models: carries out operations, and checks the folders of weights that clients send."""
 
     def __init__(self, served_models: ServedModels, manager: ModelManager) -> None:
         self.served_models = served_models
         self._manager = manager
 
     def models(self, request: Request) -> list[ServedModel]:
-        """The model in the query (``?model=``), or all models. Raises ``PenstockError`` if it is not served."""
+        """The model in the query (``?model=``), by default all models. Raises ``PenstockError`` if it is not served."""
         if (name := request.query_params.get("model")) is not None:
             return [self.served_models.find(name)]
         return list(self.served_models)
 
     async def carry_out(self, operation: ModelAction, request: Request) -> None:
-        """Carry out an operation on the models of a request. Raises ``PenstockError`` if it fails."""
+        """Carry out an operation on the models of a request (``models``). Raises ``PenstockError`` if it fails."""
         for service in self.models(request):
             await self._manager.operate(service, operation)
 
     async def reload(self, service: ServedModel, path: str, running: WeightUpdateMode = "finish") -> EngineState:
-        """Reload the weights of a model; returns its new state. Raises ``PenstockError`` if that fails."""
+        """Reload the weights of a model from ``path`` (empty: the folder in use); returns its new state. Raises
+        ``PenstockError`` if the path is not allowed, or the reload fails."""
         folder = self._allowed(service, path) if path else ""
         await self._manager.operate(service, UpdateWeights(folder, running))
         return state_of(service)
@@ -68,14 +70,13 @@ class Operator:
         try:
             folder = Path(path).resolve()
         except (OSError, ValueError, RuntimeError):
-            raise invalid("path", "is not a valid path") from None
+            raise invalid("path", f"{path[:100]!r} is not a valid path") from None
         model = service.configuration.engine.model
         allowed = [Path(each).resolve() for each in self.served_models.options.allowed_local_weights_path]
         start = Path(model).resolve() if model else demo.CHAT
         if not Path(path).is_absolute() or not (folder == start or any(folder.is_relative_to(one) for one in allowed)):
-            raise invalid(
-                "path", "must be an absolute path: the model's folder, or inside one of --allowed-local-weights-path"
-            )
+            message = "must be absolute: the folder of the model, or a folder in --allowed-local-weights-path"
+            raise invalid("path", f"{message}, is {path[:100]!r}")
         return str(folder)
 
 
@@ -93,7 +94,7 @@ def is_sleeping(services: list[ServedModel]) -> bool:
 
 
 def add_routes(routes: Routes, operator: Operator) -> None:
-    """Add the routes."""
+    """Add the routes that report the state of models and, with ``server_dev_mode``, ``/v1/weights/reload``."""
     api = DialectRoutes(routes, operator.served_models, schemas=(Reload,), failure=ErrorResponse)
 
     async def weights(_: Request) -> Response:

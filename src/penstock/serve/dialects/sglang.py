@@ -1,4 +1,4 @@
-"""SGLang's endpoints for RL trainers: update weights from disk, release and resume memory, pause generation."""
+"""SGLang's endpoints for RL trainers: update weights from disk, free and restore memory, pause generation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from .openai.schema import ErrorResponse
 from .operations import Operator
 
 UNSUPPORTED = {
-    "weight_version": Unsupported("the version is computed from the weights; GET /v1/weights returns it"),
+    "weight_version": Unsupported("the version is computed from the weights; GET /v1/weights returns the version"),
     "load_format": Unsupported("only safetensors is supported", ("safetensors",)),
-    "is_async": Unsupported("the response is sent once the new weights are in use", (False,)),
+    "is_async": Unsupported("the response is always sent after the new weights are in use", (False,)),
     "flush_cache": Unsupported("prefixes cached with other weights are never reused", (True,)),
 }
 MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "keep", "retract": "keep"}
+"""SGLang's pause mode → pause mode of the engine."""
 
 
 class UpdateFromDisk(RequestBody, kw_only=True, forbid_unknown_fields=True):
@@ -55,7 +56,7 @@ SCHEMAS = (UpdateFromDisk, MemoryTags, PauseRequest)
 
 
 def add_routes(routes: Routes, operator: Operator) -> None:
-    """Add the routes if ``server_dev_mode`` is set."""
+    """Add SGLang's routes if ``server_dev_mode`` is set."""
     if not operator.served_models.options.server_dev_mode:
         return
     api = DialectRoutes(routes, operator.served_models, schemas=SCHEMAS, failure=ErrorResponse)

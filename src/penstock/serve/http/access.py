@@ -34,16 +34,17 @@ class Access(Enum):
     PRIVATE = "private"
     """Reads or changes stored data or running requests, or shows options: not for web pages of other origins."""
     CONTROL = "control"
-    """Changes the server for everybody: as ``PRIVATE``, and requires an admin key if there are several keys."""
+    """Changes the server for all clients: restricted like ``PRIVATE``, and requires an admin key if there are several
+    API keys."""
 
 
 class OriginPolicy:
     """Rejects requests that a browser sends for a page of another site (CSRF), if no API key is required.
 
-    - A page whose ``Origin`` is in ``allowed`` may call every route. ``*`` has no effect here.
-    - Any other ``Origin`` must be that of the server. Without it, ``Sec-Fetch-Site`` must not be another site. A GET
-      that changes the server requires evidence of the same origin if a browser sends it, because requests for images on
-      other sites have no ``Origin``.
+    - A page with an ``Origin`` in ``allowed`` may call every route. ``*`` has no effect here.
+    - Any other ``Origin`` must be the server's origin. Without ``Origin``, ``Sec-Fetch-Site`` must not name another
+      site. If a browser sends a GET that changes the server, ``Sec-Fetch-Site`` or ``Referer`` must show the same
+      origin, because image requests of other sites have no ``Origin``.
     - ``Host`` must be an address, a name without dots, a name of this machine or of an allowed origin: another site may
       have made its name resolve to this server (DNS rebinding). A server on a loopback address checks ``Host`` for
       every client, and also rejects unknown names without dots. Other servers check it for browsers, and for every
@@ -61,7 +62,7 @@ class OriginPolicy:
         self._names = {name for origin in self._allowed if (name := urlsplit(origin).hostname)}
         self._names |= {host.lower(), machine, f"{machine.partition('.')[0]}.local", *DOCKER_NAMES}
         self._is_local = _is_loopback(host)
-        if not self._is_local:  # in a thread: it may wait for DNS
+        if not self._is_local:  # in a thread: getfqdn may wait for DNS
             Thread(target=lambda: self._names.add(socket.getfqdn().lower()), daemon=True).start()
 
     def check(self, scope: Scope, access: Access) -> None:
@@ -93,7 +94,7 @@ class OriginPolicy:
         return not (changes and _is_browser(headers)) or self._matches(headers.get("referer", ""), host)
 
     def _matches(self, url: str, host: str) -> bool:
-        """Check whether the origin of a URL is the server's (``Host``) or an allowed one. Schemes are not compared: a
+        """Check whether the origin of a URL is the server's (``Host``) or allowed. Schemes are not compared: a
         proxy may have terminated TLS."""
         if (origin := _origin(url)) is None:
             return False
@@ -127,12 +128,12 @@ class OriginPolicy:
         )
 
     def _option(self, origin: str) -> str:
-        """Advice to allow an origin in addition to the current ones."""
+        """Advice to allow an origin in addition to the allowed origins."""
         return f"start the server with --allowed-origins '{','.join([*self._origins, origin])}'"
 
 
 def origins_of(allowed: Collection[str]) -> list[str]:
-    """Normalized origins of ``--allowed-origins``, and ``*``, without those that match no page."""
+    """Normalized origins of ``--allowed-origins``, and ``*``, without entries that match no page."""
     found = ("*" if entry == "*" else _origin(entry) for entry in allowed)
     return [origin for origin in found if origin == "*" or (origin and origin.isascii() and "*" not in origin)]
 

@@ -32,20 +32,20 @@ HALF_AT_END = re.compile(rb"(?<!\\)\\u[dD][89abAB][0-9a-fA-F]{2}[^\\]{1,5}$")
 MIN_RATE = 2**17
 """Minimum rate in bytes per second for a body that reserves memory, after ``timeout`` seconds."""
 MAX_INLINE_SIZE = 2**14
-"""Maximum size in bytes of a body that is parsed in the event loop; larger ones are parsed in a thread."""
+"""Maximum size in bytes of a body that is parsed in the event loop; larger bodies are parsed in a thread."""
 MAX_OBJECTS = 2**16
 """Maximum number of objects and arrays in a JSON body."""
 MAX_MEMBERS = 2**18
 """Maximum number of members of all objects in a JSON body."""
 MAX_VALUES = 2**20
-"""Maximum number of other values in a JSON body."""
+"""Maximum number of values in a JSON body, estimated by the number of commas."""
 MAX_WIDE_TEXT = 2**24
 """Approximate maximum size in bytes of a string with non-ASCII characters. Decoding it (up to 4 bytes per character)
 blocks all other threads: 64 MiB take 0.4 s."""
 OBJECT_BYTES, VALUE_BYTES = 400, 64
 """Approximate memory of a parsed object or array, and of a member or value, in bytes."""
 CHUNK_SIZE = 2**16
-"""Bytes that are counted at a time; other threads run in between."""
+"""Number of bytes scanned at a time; other threads can run in between."""
 STRUCTURE = b'"\\{[:,'
 NOT_STRUCTURE = bytes(set(range(256)) - set(STRUCTURE))
 
@@ -132,8 +132,8 @@ async def receive_body(request: Request, max_size: int, timeout: float, memory: 
     """Read the whole body of a request, and reserve its memory until the request ends. Reading a body with
     Content-Length begins when there is memory for it.
 
-    Raises ``PenstockError``: as ``body_parts``; ``overloaded`` if there is no memory; ``timeout`` if the body arrives
-    at less than ``MIN_RATE``.
+    Raises ``PenstockError``: as ``body_parts``; ``overloaded`` if the memory budget is exhausted; ``timeout`` if the
+    body arrives at less than ``MIN_RATE``.
     """
     record = record_of(request.scope)
     length = request.headers.get("content-length", "")
@@ -155,8 +155,8 @@ async def receive_body(request: Request, max_size: int, timeout: float, memory: 
 
 
 class BodyParser:
-    """Parses bodies: small ones in the event loop, one per iteration; large ones in a thread, one at a time. Clients
-    are served round-robin."""
+    """Parses bodies: small bodies in the event loop, one per iteration; large bodies in a thread, one at a time. Serves
+    clients round-robin."""
 
     def __init__(self) -> None:
         self._small = FairQueue()
@@ -190,7 +190,7 @@ class ElementCount:
         """Count a text. Raises ``PenstockError`` (``invalid``) if all texts together exceed ``MAX_OBJECTS``,
         ``MAX_MEMBERS`` or ``MAX_VALUES``, or a non-ASCII string exceeds ``MAX_WIDE_TEXT``."""
         in_string, rest = False, b""
-        string_size, is_wide = 0, False  # of the string in which the chunk ends
+        string_size, is_wide = 0, False  # they describe the string at the end of the chunk
         for start in range(0, len(text), CHUNK_SIZE):
             chunk = rest + text[start : start + CHUNK_SIZE]
             rest = b"\\" if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2 else b""
@@ -239,7 +239,8 @@ def check_elements(body: bytes) -> int:
 
 
 def decode_json(data: bytes, field: str) -> Any:
-    """Decode a JSON text, which may begin with a byte order mark. Raises ``PenstockError`` (``invalid``)."""
+    """Decode a JSON text, which may begin with a byte order mark. Raises ``PenstockError`` (``invalid``) if it is not
+    JSON."""
     try:
         return msgspec.json.decode(without_mark(data))
     except JSON_ERRORS as error:
@@ -264,10 +265,11 @@ def json_problem(data: bytes, error: Exception) -> str:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Decode a JSON object, whatever its content type. Raises ``PenstockError`` (``invalid``) for anything else."""
+    """Decode a body as a JSON object; its content type is ignored. Raises ``PenstockError`` (``invalid``) if it is no
+    JSON object."""
     result = decode_json(body, "body")
     if not isinstance(result, dict):
-        raise invalid("body", "is not a JSON object")
+        raise invalid("body", f"is not a JSON object; it is a {type(result).__name__}")
     return result
 
 
@@ -278,8 +280,8 @@ def convert(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, lax
         unknown: collects the unknown fields.
         lax: overrides the schema's ``lax`` for a request that was converted from another dialect.
 
-    Raises ``PenstockError``: ``invalid`` for wrong values, and for unknown fields with ``strict_requests``; as
-    ``check_supported``.
+    Raises ``PenstockError``: ``invalid`` for wrong values, and for unknown fields with ``strict_requests``; for
+    unsupported fields as ``check_supported``.
     """
     reading = schema.reading
     lax = reading.lax if lax is None else lax
@@ -305,7 +307,7 @@ def convert(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, lax
         if message.startswith("Invalid enum value") and (known := literals_at(schema, field)):
             value = message.removeprefix("Invalid enum value ")
             message = f"{value} is not one of {', '.join(msgspec.json.encode(one).decode() for one in known)}"
-        missing_field = re.search(r"field `(\w+)`", message)  # missing or unknown field
+        missing_field = re.search(r"field `(\w+)`", message)  # msgspec quotes a missing or unknown field
         raise invalid(field or (missing_field[1] if missing_field else "body"), message) from error
 
 

@@ -8,9 +8,9 @@ from collections import Counter, deque
 from penstock.core import Code, PenstockError
 
 UNCOUNTED_SIZE = 2**14
-"""Maximum size in bytes of bodies that are not counted."""
+"""Maximum size in bytes of bodies that do not count towards the memory budget."""
 MAX_WAITING = 128
-"""Maximum number of unread bodies waiting for memory; further ones are rejected immediately."""
+"""Maximum number of unread bodies waiting for memory; further bodies are rejected immediately."""
 MAX_WAITING_OF_CLIENT = MAX_WAITING // 4
 """Maximum number of waiting bodies per client."""
 
@@ -19,7 +19,7 @@ class BodyMemory:
     """Memory budget of request bodies, from their first byte until the end of their requests.
 
     A body waits, unread, until there is memory for it; clients are served round-robin. A body larger than its client's
-    share is admitted if the client has no other.
+    share is admitted if the client has no other body.
 
     Args:
         total: budget in bytes for all bodies. One client may use half of it.
@@ -68,10 +68,10 @@ class BodyMemory:
             self._num_waiting -= 1
 
     def resize(self, client: str, old: int, new: int, parsed: bool) -> None:
-        """Change the size of a reservation. Raises ``PenstockError`` (``overloaded``) if there is no memory.
+        """Change the size of a reservation. Raises ``PenstockError`` (``overloaded``) if the budget is exhausted.
 
         Args:
-            parsed: the reservation is for a parsed body: the budget is twice that of received bodies.
+            parsed: the reservation is for a parsed body, for which the budget is doubled.
         """
         self._take(client, -old)
         if new > old and not self._has_room(client, new, 2 if parsed else 1):
@@ -114,8 +114,8 @@ class BodyMemory:
             self._waiting[client] = bodies
 
     def _full(self, client: str, size: int) -> PenstockError:
-        used = f"request bodies use {self.used} bytes, {self._by_client[client]} of them of this client"
-        message = f"{used}: there is no room for {size} more of {self.total}"
+        used = f"request bodies use {self.used} bytes, {self._by_client[client]} of them for this client"
+        message = f"{used}: there is no room for {size} more of {self.total}; try again later"
         return PenstockError(Code.OVERLOADED, message, "max_body_memory", self.total)
 
 

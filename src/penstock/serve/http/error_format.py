@@ -16,7 +16,7 @@ def rename_field(failure: Failure, names: Mapping[str, str]) -> Failure:
     """Replace the internal name of the failure's field, also at the beginning of its message.
 
     Args:
-        names: internal field name → dialect's name.
+        names: the dialect's field names by internal name.
     """
     field = failure.field
     dialect_field = names.get(field, field)
@@ -30,7 +30,7 @@ class ErrorFormat(ABC):
     """Formats a dialect's errors.
 
     Args:
-        names: internal field name → dialect's name.
+        names: the dialect's field names by internal name.
     """
 
     dialect = "openai"
@@ -43,7 +43,7 @@ class ErrorFormat(ABC):
 
     @abstractmethod
     def document(self, failure: Failure) -> object:
-        """Return the JSON document of an error, whose field has the dialect's name already."""
+        """Return the JSON document of an error. ``failure.field`` already has the dialect's name."""
 
     def error(self, failure: Failure) -> bytes:
         """Return the body of an error response."""

@@ -41,7 +41,7 @@ async def read_form(request: Request, max_size: int, timeout: float) -> AsyncIte
         max_size: maximum size of the file in bytes.
         timeout: maximum time between two parts of the body in seconds.
 
-    Raises ``PenstockError``: ``invalid`` if there is no form, it cannot be read or has no file; ``too_large``;
+    Raises ``PenstockError``: ``invalid`` if the body is no form, cannot be read, or has no file; ``too_large``;
     ``unsupported`` if python-multipart is not installed; and as ``body_parts``.
     """
     content_type = request.headers.get("content-type", "")
@@ -50,7 +50,7 @@ async def read_form(request: Request, max_size: int, timeout: float) -> AsyncIte
     if find_spec("python_multipart") is None:
         message = "file: forms require python-multipart, which is not installed: pip install python-multipart"
         raise PenstockError(Code.UNSUPPORTED, message, "file")
-    headers = Headers({"content-type": CHARSET.sub("", content_type)})  # always UTF-8: others decode to surrogates
+    headers = Headers({"content-type": CHARSET.sub("", content_type)})  # UTF-8, as other charsets may yield surrogates
     try:
         async with aclosing(body_parts(request, max_size + OVERHEAD, timeout)) as parts:
             parser = MultiPartParser(headers, parts, max_files=1, max_fields=MAX_FIELDS, max_part_size=OVERHEAD)
@@ -66,7 +66,7 @@ async def read_form(request: Request, max_size: int, timeout: float) -> AsyncIte
     try:
         file = fields.get("file")
         if not isinstance(file, UploadFile):
-            raise invalid("file", "is missing")
+            raise invalid("file", "is missing: send the form field file")
         yield Form(fields, file, file.size or 0)
     finally:
         await fields.close()

@@ -14,7 +14,7 @@ import httptools
 HEAD_END = b"\r\n\r\n"
 BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
 METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE"))
-"""Supported methods. CONNECT is excluded: httptools treats what follows its head as another protocol."""
+"""Supported methods. CONNECT is excluded, as httptools treats the bytes after its head as another protocol."""
 REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}) ([\x21-\x7e]+) (HTTP/[0-9]\.[0-9])")
 FIELD_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
 LENGTH = re.compile(rb"[0-9]{1,18}")
@@ -24,7 +24,7 @@ MAX_CHUNK_LINE = 4096
 MAX_QUOTED = 100
 """Maximum number of characters quoted from a request in an error message."""
 PARSE_SIZE = 4096
-"""Bytes of small chunks that are passed to the parser at a time."""
+"""Maximum number of bytes of small chunks that are passed to the parser at a time."""
 FRAMING_FIELDS = frozenset((b"connection", b"content-length", b"expect", b"host", b"transfer-encoding", b"upgrade"))
 MAX_KEPT = 4096
 """Maximum total size in bytes of the header fields kept from a rejected head."""
@@ -46,7 +46,7 @@ class Head(NamedTuple):
     """The checked head of a request."""
 
     raw: bytes
-    """The head for httptools, without ``Upgrade``: it would make httptools drop the body."""
+    """The head for httptools, without ``Upgrade``, which would make httptools drop the body."""
     length: int
     """Body length in bytes; 0 if ``chunked``."""
     chunked: bool
@@ -74,12 +74,13 @@ def check_head(raw: bytes) -> Head:
     if hosts > 1 or (hosts == 0 and version == b"HTTP/1.1"):
         raise FramingError(f"headers: Host must occur once, but occurs {hosts} times")
     if len(lengths) > 1 or (lengths and not LENGTH.fullmatch(lengths[0])):
-        raise FramingError("headers: Content-Length must occur once and be a decimal number")
+        given = _quoted(b", ".join(lengths))
+        raise FramingError(f"headers: Content-Length must occur once and be a decimal number, is {given}")
     if encodings:
         if lengths:
-            raise FramingError("headers: Content-Length and Transfer-Encoding cannot be combined")
+            raise FramingError("headers: Content-Length and Transfer-Encoding cannot be combined; send only one")
         if version == b"HTTP/1.0":
-            raise FramingError("headers: HTTP/1.0 does not support Transfer-Encoding")
+            raise FramingError("headers: HTTP/1.0 does not support Transfer-Encoding; use HTTP/1.1")
         if len(encodings) > 1 or encodings[0].lower() != b"chunked":
             message = f"headers: Transfer-Encoding {_quoted(b', '.join(encodings))} is not supported; use chunked"
             raise FramingError(message, 501)
@@ -87,7 +88,7 @@ def check_head(raw: bytes) -> Head:
 
 
 def substitute_head(raw: bytes) -> bytes:
-    """Build a valid head from a rejected one: its method, path, and well-formed header fields unrelated to framing.
+    """Build a valid head from a rejected head: method, path, and well-formed header fields unrelated to framing.
     ``GET /`` if the request line is malformed."""
     first, *lines = raw.split(b"\r\n")
     matched = REQUEST_LINE.fullmatch(first)
@@ -112,7 +113,7 @@ class Chunks:
     def __init__(self) -> None:
         self.ended = False
         self._left = 0
-        """Bytes of the current chunk that have not arrived, including the line break after it."""
+        """Number of bytes of the current chunk that have not arrived, including the line break after the chunk."""
         self._in_trailers = False
 
     def take(self, data: bytes, start: int) -> tuple[bytes, int]:
@@ -148,14 +149,14 @@ class Chunks:
             return
         matched = CHUNK_LINE.fullmatch(line)
         if not matched:
-            raise FramingError(f"body: {_quoted(line)} is not a chunk size")
+            raise FramingError(f"body: {_quoted(line)} is not a hexadecimal chunk size")
         size = int(matched[1], 16)
         self._left = size + 2 if size else 0
         self._in_trailers = not size
 
 
 def _check_request_line(line: bytes) -> bytes:
-    """Return the version. Raises ``FramingError``."""
+    """Check a request line, and return its HTTP version. Raises ``FramingError``."""
     matched = REQUEST_LINE.fullmatch(line)
     if not matched:
         raise FramingError(f"the request line {_quoted(line)} is not METHOD PATH HTTP/1.1")
@@ -163,7 +164,8 @@ def _check_request_line(line: bytes) -> bytes:
     if version not in (b"HTTP/1.0", b"HTTP/1.1"):
         raise FramingError(f"{version.decode()} is not supported; use HTTP/1.1", 505)
     if method not in METHODS:
-        raise FramingError(f"the method {method.decode()} is not supported", 501)
+        known = b", ".join(sorted(METHODS)).decode()
+        raise FramingError(f"the method {method.decode()} is not supported; supported are {known}", 501)
     try:
         path = httptools.parse_url(target).path
     except httptools.HttpParserInvalidURLError:

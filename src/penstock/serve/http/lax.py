@@ -52,7 +52,7 @@ class _Node:
 
 
 def convert_types(document: dict[str, Any], schema: type[msgspec.Struct], lax: Lax) -> None:
-    """Convert values whose type does not match the schema, in place."""
+    """Convert values of types that do not match the schema, in place."""
     queue: deque[tuple[Any, _Node]] = deque([(document, _node_of(schema))])
     seen = 0
     while queue and seen < MAX_VALUES:

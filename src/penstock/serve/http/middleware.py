@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.requests")
 
 SIGNED_PATHS = frozenset((INSTANCE_PATH, REGISTER_PATH))
-"""Paths that require the cluster's signature instead of an API key; logged as ``PUBLIC_PATHS``."""
+"""Paths that require the cluster's signature instead of an API key; logged like ``PUBLIC_PATHS``."""
 PUBLIC_PATHS = frozenset(
     ("/health", "/ready", "/live", "/v2/health/live", "/v2/health/ready", "/version", "/metrics", "/ping")
 )
 """Paths that require no API key and are logged at level debug unless they fail."""
 SERVER = (b"server", f"penstock/{__version__}".encode())
-"""Header of every response. It identifies the server, because Triton's clients expect ``triton`` in the metadata."""
+"""Header of every response. It identifies Penstock, because Triton's clients expect the name ``triton`` in metadata."""
 WEB_PREFIX = "/web/"
-"""Prefix of the web page's paths other than ``/``; logged as ``PUBLIC_PATHS``."""
+"""Prefix of the web page's paths other than ``/``; logged like ``PUBLIC_PATHS``."""
 HEALTH_PATHS = PUBLIC_PATHS | {"/config-info"}
 """Paths served on ``health_port`` and ``metrics_port``."""
 WEIGHTS_HEADER = "x-weights-version"
@@ -56,7 +56,7 @@ QUIET_STATUSES = (200, 304, 503)
 MAX_USER_AGENT = 200
 """Maximum number of characters of a user agent in the log."""
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-"""A valid ``X-Request-Id``; others are replaced by a new one."""
+"""Valid ``X-Request-Id``. An invalid id is replaced by a new id."""
 
 
 class RequestLogMiddleware:
@@ -164,7 +164,7 @@ class RequestLogMiddleware:
         fields |= record.log_fields
         if record.unknown.places and not record.failure:
             self._unknown_field_log.log(record.request_id, _client(scope), record.unknown)
-        failed = STATUS[record.failure.code] if record.failure else status  # a stream starts with status 200
+        failed = STATUS[record.failure.code] if record.failure else status  # a failed stream has status 200
         level = logging.ERROR if failed >= 500 else logging.INFO
         is_quiet = route in PUBLIC_PATHS | SIGNED_PATHS or route == "/" or route.startswith(WEB_PREFIX)
         if is_quiet and status in QUIET_STATUSES:
@@ -239,7 +239,7 @@ class ApiKeyMiddleware:
             return
         headers = Headers(scope=scope)
         given = headers.get("authorization") or headers.get("x-api-key") or ""
-        client = self._keys.client_of(given.encode("latin-1"))  # the raw bytes
+        client = self._keys.client_of(given.encode("latin-1"))  # headers were decoded as latin-1
         if client is None:
             await self._refuse(scope, send)
             return
@@ -251,10 +251,10 @@ class Client(NamedTuple):
     """Permissions of an API key."""
 
     tenant: str = ""
-    """Name derived from the key, if there are several API keys."""
+    """Name derived from the key; empty unless the server has several API keys."""
     has_key: bool = False
     may_control: bool = True
-    """True if it may change the server for all clients."""
+    """True if the client may change the server for all clients."""
 
     def enter(self, record: RequestRecord) -> None:
         """Set the permissions of a request of this client."""
@@ -262,18 +262,17 @@ class Client(NamedTuple):
 
 
 def tenant_of(key: bytes) -> str:
-    """Derive the owner name of a key's stored data, if there are several keys. Not public: short keys can be guessed
-    from it."""
+    """Derive the owner name of the data stored with a key. Do not publish it: short keys can be guessed from it."""
     return sha256(key).hexdigest()[:16]
 
 
 class ApiKeys:
-    """The API keys of a server; without any, every request is authorized.
+    """API keys of a server. Without keys, every request is authorized.
 
     Args:
         keys: keys of ``--api-key``.
-        admin_keys: keys of ``--admin-api-key``. If there are any, only these may change the server for all clients;
-            otherwise a single key may, but none of several.
+        admin_keys: keys of ``--admin-api-key``. Only these keys may change the server for all clients. Without admin
+            keys, a single key may do so, but none of several keys.
     """
 
     def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:

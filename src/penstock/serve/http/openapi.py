@@ -17,7 +17,7 @@ FAILURES = {
     "503": "the engine is starting or stopping; try again later",
 }
 OBJECT: dict[str, Any] = {"type": "object"}
-"""Schema of responses that are documented only by the other system."""
+"""Schema of responses that only the dialect's original server documents."""
 STRING: dict[str, Any] = {"type": "string"}
 
 

@@ -11,7 +11,7 @@ from penstock.core.numbers import read_decimal
 from penstock.serve.storage.pages import Page, PageQuery
 
 DEFAULT_LISTED = 20
-"""Default of ``limit``."""
+"""Default of the query parameter ``limit``."""
 
 
 def page_query(raw_request: Request, maximum: int) -> PageQuery:
@@ -22,7 +22,7 @@ def page_query(raw_request: Request, maximum: int) -> PageQuery:
     query = raw_request.query_params
     limit = read_decimal(query.get("limit", str(DEFAULT_LISTED)), maximum)
     if not limit:
-        raise invalid("limit", f"must be 1 to {maximum}", maximum)
+        raise invalid("limit", f"must be 1 to {maximum}, is {query.get('limit', '')!r:.50}", maximum)
     return PageQuery(limit, query.get("after", ""), query.get("order") == "asc")
 
 

@@ -17,15 +17,15 @@ from .framing import BARE_LINE_FEED, HEAD_END, Chunks, FramingError, check_head,
 from .request_record import REFUSED, Refused
 
 MAX_PIPELINED = 8
-"""Maximum number of pipelined requests that are parsed while one is answered; later bytes stay unread."""
+"""Maximum number of pipelined requests that are parsed while a request is answered; further bytes stay unread."""
 MAX_FRAMING = 16
 """Maximum bytes of chunk framing per byte of a body."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 DRAIN_GRACE = 0.5
 """Idle time in seconds after which a stopping server closes a connection, so that a request in transit is answered."""
 LINGER = 1.0
-"""Seconds in which a rejected client may send the rest and read the error: closing immediately would reset the
-connection."""
+"""Seconds in which a rejected client may send the rest of its request and read the error. An immediate close would
+reset the connection."""
 HALF_CLOSED_GRACE, HALF_CLOSED_CHECK = 0.5, 0.25
 """Seconds until a client that has half-closed its connection is probed, and interval of further probes."""
 
@@ -47,7 +47,7 @@ class Timeout:
 
 
 class UnparsedFlowControl(FlowControl):
-    """Does not resume reading while received bytes are not parsed."""
+    """Flow control that does not resume reading while received bytes are still unparsed."""
 
     held = False
 
@@ -65,46 +65,46 @@ class Protocol(HttpToolsProtocol):
     """
 
     client_timeout = 60.0
-    """Maximum time without progress in seconds."""
+    """Maximum time in seconds without progress of a client."""
     max_header_size = 64 * 2**10
     """Maximum size of a request's head in bytes."""
     draining = False
     """Set on the class when the server stops: no connection is kept open for further requests."""
 
     _active: RequestResponseCycle | None = None
-    """The request being answered; ``cycle`` is the newest one, which may be queued after it."""
+    """The request being answered. ``cycle`` is the newest request, which may still be queued."""
     _in_message = False
     """True while a request is arriving."""
     _in_body = False
     _chunks: Chunks | None = None
     """Decoder of the current body if it is chunked."""
     _left = 0
-    """Bytes of the current body that have not arrived, if it has a Content-Length."""
+    """Number of bytes of the current body that have not arrived, if it has a Content-Length."""
     _searched = 0
-    """Bytes of an incomplete head that were searched for its end."""
+    """Number of bytes of an incomplete head that were already searched for its end."""
     _overhead = _body = 0
-    """Framing bytes of the current chunked body, and body bytes."""
+    """Number of framing bytes, and of body bytes, of the current chunked body."""
     _last = False
-    """True if no further request of this connection is read: later bytes are dropped."""
+    """True if no further request of this connection is read: further bytes are dropped."""
     _refused: Refused | None = None
     """Reason why the last request's head was rejected."""
     _broken: Failure | None = None
     """Reason why the last request's body is malformed."""
     _unread, _at = b"", 0
-    """Received bytes, and the index from which on they are not parsed yet."""
+    """Received bytes, and the index of the first unparsed byte."""
     _half_closed = False
-    """True if the client has closed its sending side; it may still read."""
+    """True if the client has closed its sending side; the client may still read."""
     _probed = False
     """True if ``100 Continue`` was sent to find out whether a half-closed client still reads."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._reading = Timeout()
-        """Runs while headers arrive, and while the rest of an already answered request arrives."""
+        """Timeout that runs while headers arrive, and while the rest of an already answered request arrives."""
         self._writing = Timeout()
-        """Runs while the client does not read."""
+        """Timeout that runs while the client does not read."""
         self._presence = Timeout()
-        """Runs until the next probe of a half-closed client."""
+        """Timeout that runs until the next probe of a half-closed client."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -122,7 +122,7 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """The client has closed its sending side: answer its open requests unless it has disconnected."""
+        """Handle the end of the client's data: continue to answer its open requests unless it has disconnected."""
         over_tls = self.transport.get_extra_info("sslcontext") is not None  # asyncio does not support half-closed TLS
         if over_tls or self._in_message or not self._busy:
             return None
@@ -132,7 +132,7 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def shutdown(self) -> None:
-        """Called when the server stops: close the connection when it has been idle for ``DRAIN_GRACE`` seconds."""
+        """Close the connection once it has been idle for ``DRAIN_GRACE`` seconds. Called when the server stops."""
         if not self._busy:
             left = self._idle_since + DRAIN_GRACE - self.loop.time()
             self.loop.call_later(max(left, 0.0), self._close_if_idle)
@@ -149,7 +149,7 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
 
     def _probe(self) -> None:
-        """Find out whether a half-closed client still reads: otherwise it answers a write with a reset, which the next
+        """Find out whether a half-closed client still reads. If not, it answers a write with a reset, which the next
         probe detects. HTTP/1.1 allows a server to send ``100 Continue`` before any response."""
         if self.transport.is_closing():
             return
@@ -190,13 +190,13 @@ class Protocol(HttpToolsProtocol):
             if self._flow.held:
                 self._flow.held = False
                 self.flow.resume_reading()
-        if not self._busy and self.cycle and not self.transport.is_closing():  # a body has ended after its response
+        if not self._busy and self.cycle and not self.transport.is_closing():  # the body has ended after its response
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
     def _parse_head(self) -> None:
-        """Parse the next head if it has arrived completely, so that the result does not depend on packets."""
+        """Parse the next head if it has arrived completely, so that the result does not depend on packet sizes."""
         while self._unread.startswith(b"\r\n", self._at):  # RFC 9112, 2.2: empty lines before a request
             self._at += 2
         start, limit = self._at, self.max_header_size
@@ -249,7 +249,7 @@ class Protocol(HttpToolsProtocol):
         """Check that httptools and ``framing`` agree whether the request has ended."""
         ended = self._chunks.ended if self._chunks else not self._left
         if ended == self._in_message:
-            raise FramingError("body: its end is ambiguous")
+            raise FramingError("body: its end is ambiguous: check Content-Length or the chunked encoding")
         self._in_body = not ended
 
     def on_message_begin(self) -> None:
@@ -309,7 +309,7 @@ class Protocol(HttpToolsProtocol):
                 await send(message)
 
             async def receive_checked() -> Any:
-                """Raises ``PenstockError`` (``invalid``) if the body is malformed."""
+                """Receive the next message. Raises ``PenstockError`` (``invalid``) if the body is malformed."""
                 message = await receive()
                 if self._broken and cycle is self.cycle and message["type"] == "http.request":
                     raise PenstockError.of(self._broken)

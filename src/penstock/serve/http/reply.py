@@ -56,12 +56,13 @@ class RequestLimiter(Protocol):
     """Counts and limits open requests."""
 
     def admit(self) -> AbstractContextManager[None]:
-        """Context manager that counts a request as open. Raises ``PenstockError`` (``overloaded``) if too many are."""
+        """Context manager that counts a request as open. Raises ``PenstockError`` (``overloaded``) if too many requests
+        are open."""
         ...
 
 
 class Handler(Protocol):
-    """One request of a dialect."""
+    """Handler of one request of a dialect."""
 
     def full(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer as one JSON document."""
@@ -75,7 +76,7 @@ class Handler(Protocol):
 class Reply(Response):
     """Sends the chunks of an answer; status 200 is sent with the first chunk.
 
-    A failure before the first chunk becomes an error response, a later one the last event of the stream.
+    A failure before the first chunk becomes an error response; a later failure becomes the last event of the stream.
 
     Args:
         streamed: the chunks are a stream; otherwise there is one chunk, a JSON document.
@@ -189,7 +190,7 @@ async def refuse(
     status: int | None = None,
     more: Mapping[str, str] | None = None,
 ) -> None:
-    """Send an error response. ``status`` overrides the format's status; ``more`` are further headers."""
+    """Send an error response. ``status`` overrides the format's status; ``more`` has further headers."""
     body = error_format.error(without_secrets(failure))
     fields = {"content-type": "application/json", "content-length": str(len(body)), **headers(failure), **(more or {})}
     raw = [(name.encode(), value.encode()) for name, value in fields.items()]
@@ -204,7 +205,7 @@ def without_secrets(failure: Failure) -> Failure:
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Wait until the client has disconnected, or the rest of its body is malformed."""
+    """Wait until the client has disconnected, or has sent a malformed rest of the body."""
     with suppress(PenstockError):
         while (await receive())["type"] != "http.disconnect":
             pass

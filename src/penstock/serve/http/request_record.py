@@ -41,28 +41,28 @@ class RequestRecord:
     arrived: float = field(default_factory=time.monotonic)
     """Time of arrival on the monotonic clock, in seconds."""
     log_fields: dict[str, Any] = field(default_factory=dict)
-    """Fields of its log line: token counts, times in seconds."""
+    """Fields of the request's log line: token counts, times in seconds."""
     address: str = ""
     """Client address without the port."""
     client: str = ""
-    """Identifier of the gRPC connection; a request may stop others of the same connection."""
+    """Identifier of the gRPC connection; a request may stop other requests of the same connection."""
     tenant: str = ""
-    """Name derived from its API key if there are several keys. It can see and stop only data and requests of its
-    tenant."""
+    """Name derived from the API key; empty unless the server has several keys. A request can see and stop only data and
+    requests of its tenant."""
     has_key: bool = False
-    """True if it has a valid API key."""
+    """True if the request has a valid API key."""
     may_control: bool = True
-    """True if it may change the server for all clients."""
+    """True if the request may change the server for all clients."""
     failure: Failure | None = None
-    """Error sent to the client, or that would have been sent had it not disconnected."""
+    """Error of the request, also if the client disconnected before the error was sent."""
     error_format: ErrorFormat | None = None
-    """Error format of its dialect, once the dialect is known."""
+    """Error format of the request's dialect; None: the dialect is not known yet."""
     weights_version: str = ""
-    """Version of the weights that computed its first tokens."""
+    """Version of the weights that computed the first output tokens."""
     unknown: UnknownFields = field(default_factory=UnknownFields)
-    """Fields that the schema does not have."""
+    """Fields of the request that its schema does not have."""
     memory: Reservation | None = None
-    """Reserved memory for its body; None if the body is small."""
+    """Reserved memory for the body; None: the body is small."""
     span: Span | None = None
     """Trace span; None if tracing is off."""
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class RequestRecord:
 
     @property
     def sender(self) -> str:
-        """Client for fair scheduling and memory shares: the tenant, or else the address."""
+        """Client for fair scheduling and memory shares: the tenant if set, otherwise the address."""
         return self.tenant or self.address
 
     def shrink_memory(self, size: int) -> None:

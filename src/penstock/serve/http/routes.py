@@ -20,7 +20,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Route(routing.Route):
-    """A Starlette route with an access class. Matched requests have it as ``scope["route"]``.
+    """A Starlette route with an access class. A matched request has the route as ``scope["route"]``.
 
     Args:
         access: access class, checked by the application's ``OriginPolicy``.
@@ -41,10 +41,10 @@ class Route(routing.Route):
 
 
 class ErrorFormats:
-    """Selects the error format of a request: that of its dialect if known, otherwise by headers or path.
+    """Selects the error format of a request by its dialect if known, otherwise by headers or path.
 
     Args:
-        default: fallback.
+        default: format for all other requests.
         by_head: functions that return the format for a request's path and headers, or None.
     """
 
@@ -88,7 +88,7 @@ class Routes(list[Route]):
         self.schemas: dict[str, list[type]] = {}
         """Schemas of the OpenAPI document, by name prefix."""
         self.operations: dict[str, dict[str, Any]] = {}
-        """Operations of the OpenAPI document (``paths``): path → method → operation."""
+        """Operations of the OpenAPI document (``paths``), by path and method."""
 
     def describe(self, schemas: Iterable[type], prefix: str = "") -> None:
         """Add schemas to the OpenAPI document. Their names get the prefix, as in ``openapi.reference``."""

@@ -12,7 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 def unexpected(error: BaseException, request_id: str = "") -> Failure:
-    """Log an unexpected error and return its failure. An exhausted resource is reported, without a traceback."""
+    """Log an unexpected error and return its failure. For an exhausted resource, such as memory, the failure says which
+    one, and the log has no traceback."""
     extra = {"fields": {"id": request_id}} if request_id else {}
     if failure := exhausted(error):
         logger.error("a request failed: %s", error, extra=extra)

@@ -41,13 +41,13 @@ class UnknownFields:
     """The unknown fields of one request.
 
     Args:
-        strict: reject the first one.
+        strict: reject the first unknown field.
     """
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
         self.places: dict[str, str] = {}
-        """Path without indexes (``messages[].id``) → path of the first occurrence (``messages[3].id``)."""
+        """Path of the first occurrence (``messages[3].id``), by path without indexes (``messages[].id``)."""
         self._seen: set[str] = set()
         self._more = False
 
@@ -75,7 +75,7 @@ class UnknownFields:
             place = path + name[:100]
             raise invalid(place, f"no such field{did_you_mean(name[:100], known)}")
         kind, name = path if kind is None else kind, name[:MAX_NAME]
-        if kind + name in self._seen:  # e.g. in another element of the same list
+        if kind + name in self._seen:  # already reported for another list element
             return
         if len(self._seen) == MAX_FIELDS:
             self._more = True
@@ -132,7 +132,7 @@ def _constrains(name: str, value: Any) -> bool:
     """Check whether the value of an unknown field of ``CONSTRAINTS`` constrains the answer."""
     if value in (None, False, "", {}, [], "text", "text/plain") or value == {"type": "text"}:
         return False
-    if name in ("text", "output_config", "generationConfig"):  # objects with a field that is a constraint
+    if name in ("text", "output_config", "generationConfig"):  # these objects constrain the answer by a field
         return isinstance(value, dict) and any(_constrains(inner, value[inner]) for inner in CONSTRAINTS & value.keys())
     return name != "format" or value == "json" or isinstance(value, dict)
 
@@ -142,14 +142,14 @@ class _SchemaNode:
     """Node of the tree of structs in a schema."""
 
     known: dict[str, _SchemaNode | None] | None = None
-    """An object's fields."""
+    """Fields of an object, by name; None: the node is not an object."""
     closed: bool = False
     """True if ``strict_requests`` rejects unknown fields here (``forbid_unknown_fields``). In other objects, clients of
     the dialect send unknown fields that do not affect the answer."""
     items: _SchemaNode | None = None
     """Node of an array's items."""
     nested: list[tuple[str, _SchemaNode]] = field(default_factory=list)
-    """Known fields with nodes."""
+    """Items of ``known`` that have a node."""
 
 
 def _remove(document: Any, node: _SchemaNode, path: str, kind: str, unknown: UnknownFields) -> None:

@@ -94,12 +94,12 @@ class ModelManager:
 
     async def operate(self, service: ServedModel, operation: ModelAction) -> None:
         """Execute an operation on the engines of a model. Returns when this process has received the new state. Raises
-        ``PenstockError`` if it fails."""
+        ``PenstockError`` if the operation fails."""
         await self._request(Operate(next(self._numbers), service.name, operation))
         await service.gateway.engine_pool.synchronize()
 
     def refuse(self, failure: Failure) -> None:
-        """Fail open requests with ``failure``, and reject new ones."""
+        """Fail open requests with ``failure``, and reject new requests."""
         for gateway in self._gateways.values():
             gateway.engine_pool.stop_serving(failure)
 
@@ -129,7 +129,7 @@ class ModelManager:
         await done
 
     async def update(self, models: tuple[ModelEntry, ...]) -> None:
-        """Serve the models that have engines, and stop serving others."""
+        """Serve the models that have engines, and stop serving all other models."""
         running: Mapping[str, ModelEntry] = {model.engine: model for model in models if model.engine}
         self._served_models.set_models(models)
         serving = {service.gateway: service for service in self._served_models}
@@ -191,7 +191,7 @@ class ModelManager:
             self._send(Ready(model.engine))
 
     async def _drain(self, service: ServedModel, model: ModelEntry) -> None:
-        """Wait up to ``drain_timeout`` for open requests, and fail the remaining ones."""
+        """Wait up to ``drain_timeout`` for open requests, then fail those that are still open."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(model.configuration.engine.drain_timeout):
                 await service.idle.wait()

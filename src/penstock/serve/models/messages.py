@@ -16,12 +16,12 @@ from penstock.engine.service.control import ModelAction
 from penstock.engine.service.instance import Instance
 
 EXIT_MISCONFIGURED = 2
-"""Exit status of an API process whose configuration is wrong: a restart would not help."""
+"""Exit status of an API process with a wrong configuration: a restart would not help."""
 ALIVE_INTERVAL = 0.5
 """Seconds between ``Alive`` messages."""
 DEFAULT_NAME = "default"
 INSTANCES = "instances"
-"""Placeholder for an engine address: the instances of a router."""
+"""Placeholder for the engine addresses of a router, which sends requests to instances."""
 ANY_MODEL = (DEFAULT_NAME, "null", "dummy", "tgi")
 """Aliases of the first model: ``huggingface_hub`` sends ``dummy`` by default, and the documentation of Text Generation
 Inference, which ignores the name, uses ``tgi``."""
@@ -35,17 +35,17 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     configuration: Configuration
     """Configuration; ``engine.model`` is a local folder once the model is loaded."""
     kserve: Mapping[str, str]
-    """KServe v2 models based on it: name → kind (``ensemble``, ``tensorrt_llm``, ...)."""
+    """Kind (``ensemble``, ``tensorrt_llm``, ...) of each KServe v2 model based on this model, by name."""
     required: bool = True
-    """True if readiness requires it: it was loaded at startup or by a client, and not unloaded since."""
+    """True if readiness requires the model: it was loaded at startup or by a client, and not unloaded since."""
     engines: tuple[str, ...] = ()
-    """Addresses of its engines, one per data-parallel replica, or ``INSTANCES`` in a router. Empty if not loaded."""
+    """Addresses of the engines, one per data-parallel replica, or ``INSTANCES`` in a router. Empty: not loaded."""
     instances: tuple[Instance, ...] = ()
-    """Remote instances that answer its requests, or compute their prompts."""
+    """Remote instances that answer requests for the model, or compute their prompts."""
     draining: bool = False
-    """True while it is being unloaded: open requests finish, new ones are rejected."""
+    """True while the model is being unloaded: open requests finish, new requests are rejected."""
     reason: str = "not loaded"
-    """Reason why it is not served, for errors and the repository index."""
+    """Reason why the model is not served, for errors and the repository index."""
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def expected(self) -> bool:
-        """True if it is served or being loaded."""
+        """True if the model is served or being loaded."""
         return not self.draining and (self.required or bool(self.engine))
 
 
@@ -71,8 +71,8 @@ class ApiProcessStart(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the API process, from 0."""
     configuration: Configuration
     sockets: tuple[int, ...]
-    """File descriptors of listening sockets: the first serves every path (unless ``port`` is -1), the others health and
-    metrics only."""
+    """File descriptors of listening sockets: the first socket serves every path (unless ``port`` is -1), the other
+    sockets serve health and metrics only."""
     grpc_address: str = ""
     """Host and port for gRPC, reserved by the supervisor; empty: no gRPC."""
 
@@ -82,8 +82,8 @@ class ApiProcessStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Models(msgspec.Struct, frozen=True, tag=True):
-    """To API processes: all models, in the order of the command line. Requests without a model get the first served
-    one."""
+    """To API processes: all models, in the order of the command line. A request without a model uses the first served
+    model."""
 
     models: tuple[ModelEntry, ...]
 
@@ -96,7 +96,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """To the supervisor: this process serves the model of ``engine``; if empty, it accepts requests."""
+    """To the supervisor: this process serves the model of ``engine``; empty: this process accepts requests."""
 
     engine: str = ""
 
@@ -147,7 +147,7 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     name: str
     """Identifier of the instance, different after each start."""
     engines: tuple[str, ...]
-    """Addresses of its engines, as host:port."""
+    """Addresses of the instance's engines, as host:port."""
     leaves: bool = False
 
 

@@ -30,11 +30,11 @@ MIN_BODY_SIZE, BYTES_PER_TOKEN = 2**20, 64
 """Default of ``max_body_size`` in bytes: ``BYTES_PER_TOKEN`` (including JSON syntax) times the longest context length,
 at least ``MIN_BODY_SIZE``."""
 IMAGE_BODY_SIZE = 2**26
-"""Minimum of the default for models with image input (base64), in bytes."""
+"""Minimum of the default ``max_body_size`` for models with image input (base64), in bytes."""
 MIN_BODY_MEMORY = 3 * 2**26
 """Minimum of the default of ``max_body_memory`` in bytes; the default is three times ``max_body_size``."""
 RECEIVED = "penstock.body"
-"""Key in a request's scope of a body that has been received already."""
+"""Key in a request's scope; the value is the body, if it was received to select the dialect."""
 T = TypeVar("T")
 
 
@@ -60,7 +60,7 @@ class ServedModel:
         """Names of the model; the first is used in answers."""
         self.name = entry.name
         self.kserve = entry.kserve
-        """KServe v2 models based on it: name → kind."""
+        """Kind of each KServe v2 model based on this model, by name."""
         self.configuration = entry.configuration
         self.gateway = gateway
         self.options = options
@@ -114,7 +114,7 @@ class ServedModel:
 
     @contextmanager
     def admit(self) -> Iterator[None]:
-        """Count a request as open. Raises ``PenstockError`` (``overloaded``) if ``max_concurrency`` are open."""
+        """Count a request as open. Raises ``PenstockError`` (``overloaded``) at the limit ``max_concurrency``."""
         with self._admission():
             self.metrics.open_requests.inc()
             self._open += 1
@@ -129,7 +129,7 @@ class ServedModel:
 
 
 class ServedModels:
-    """The served models by name. Requests without a model get the first one."""
+    """Served models by name. A request without a model uses the first model."""
 
     def __init__(self, options: ServerOptions, metrics: Metrics, tracer: Tracer | None = None) -> None:
         self.options = options
@@ -180,10 +180,10 @@ class ServedModels:
         self._serving = tuple(self._services[model.name] for model in self._models if model.name in self._services)
 
     def find(self, name: str | None = None) -> ServedModel:
-        """Find the model named by a request's ``model``, a name of a model or adapter.
+        """Find the model for the field ``model`` of a request: the name of a model or adapter; None: the first model.
 
-        Raises ``PenstockError``: ``not_found`` if it is not served; ``unavailable`` if it is being loaded, or no model
-        is loaded.
+        Raises ``PenstockError``: ``not_found`` if the model is not served; ``unavailable`` if it is being loaded, or no
+        model is loaded.
         """
         if name is None:
             return self._first()
@@ -211,7 +211,7 @@ class ServedModels:
         return next((service for service in self if name is not None and service.has(name)), None) or self._first()
 
     def check_expected(self, model: ModelEntry | None) -> None:
-        """Raise ``PenstockError`` (``unavailable``) if the model is being loaded, or no list was announced yet."""
+        """Raise ``PenstockError`` (``unavailable``) if the model is being loaded, or no models were announced yet."""
         if not self._received or (model and model.expected):
             raise PenstockError.of(STARTING)
 
@@ -223,7 +223,7 @@ class ServedModels:
             service.gateway.engine_pool.check_alive()
 
     def check(self) -> None:
-        """Raise ``PenstockError`` (``unavailable``) unless requests for every required model are computed now."""
+        """Raise ``PenstockError`` (``unavailable``) unless every required model has a ready, unpaused engine."""
         self.check_alive()
         for service in self:
             service.gateway.engine_pool.require_engine()
@@ -242,21 +242,21 @@ class ServedModels:
 
     @property
     def engine_stats(self) -> EngineStats:
-        """Model → latest statistics of its engine, and its options."""
+        """Latest statistics and options of each model's engine, by model name."""
         return {service.name: (service.gateway.engine_pool.stats, service.configuration.engine) for service in self}
 
     @property
     def max_body_size(self) -> int:
         """Maximum body size of a request that may contain images, in bytes.
 
-        While no engine is ready, the last value computed with an engine, so that a request can be read and its error
-        has the format of its dialect.
+        While no engine is ready, the last value is kept, so that a request can be read and its error has the format of
+        its dialect.
         """
         return self._max_body_sizes()[1]
 
     @property
     def max_text_size(self) -> int:
-        """Maximum body size of other requests in bytes; see ``max_body_size``."""
+        """Maximum body size of a request without images, in bytes; see ``max_body_size``."""
         return self._max_body_sizes()[0]
 
     def _max_body_sizes(self) -> tuple[int, int]:
@@ -286,7 +286,7 @@ class ServedModels:
         """Receive a request's body. Its memory is reserved until the request ends. A body in ``RECEIVED`` is reused.
 
         Raises ``PenstockError``: ``too_large``; ``timeout`` if the client stops sending; ``cancelled`` if it
-        disconnects; ``overloaded`` if there is no memory; ``unavailable`` for a large body while no engine is ready.
+        disconnects; ``overloaded`` if memory is exhausted; ``unavailable`` for a large body while no engine is ready.
         """
         body: bytes | None = request.scope.pop(RECEIVED, None)
         if body is None:
@@ -323,7 +323,7 @@ class ServedModels:
     def _first(self) -> ServedModel:
         if (first := next(iter(self), None)) is None:
             self.check_alive()
-            raise PenstockError(Code.UNAVAILABLE, "no model is loaded")
+            raise PenstockError(Code.UNAVAILABLE, "no model is loaded: load a model first")
         return first
 
     @contextmanager
@@ -331,7 +331,7 @@ class ServedModels:
         """Count a request. Raises ``PenstockError`` (``overloaded``) if ``max_concurrency`` requests are open."""
         maximum = self.options.max_concurrency
         if self._open >= maximum:
-            message = f"{maximum} requests are open; try again later"
+            message = f"{maximum} requests are open; try again later (max_concurrency)"
             raise PenstockError(Code.OVERLOADED, message, "max_concurrency", maximum)
         self._open += 1
         try:

@@ -30,7 +30,7 @@ def main() -> None:
     several = start.configuration.server.api_server_count > 1
     secrets.register(start.configuration)
     logs.set_up(start.configuration.log, f"api-{start.number}" if several else "api")
-    gc.disable()  # until it serves: collections take a third of the import time
+    gc.disable()  # enabled once this process serves; collections would take a third of the import time
     atexit.register(gc.freeze)  # collections at interpreter exit take 0.1 seconds and more
     from .api_server import run
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _first_line() -> tuple[bytes, bytes]:
-    """Read the first line of standard input; returns it and the bytes read after it."""
+    """Read the first line of standard input; returns the line, and the bytes read after it."""
     received = b""
     while b"\n" not in received:
         if not (more := os.read(0, 2**16)):

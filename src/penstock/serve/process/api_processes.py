@@ -45,17 +45,17 @@ class ApiProcess:
     def __init__(self, process: Process) -> None:
         self.os_process = process
         self.last_alive = 0.0
-        """Time of its last ``Alive`` message, on the monotonic clock; 0 before the first."""
+        """Time of the last ``Alive`` message, on the monotonic clock; 0 before the first message."""
         self.ready: set[str] = set()
-        """Addresses of the engines whose models it serves; contains "" if it accepts requests."""
+        """Addresses of engines with models that this process serves; contains "" once it accepts requests."""
         self.failed: dict[str, Failure] = {}
-        """Engine address → reason why it cannot serve the model."""
+        """Reason why this process cannot serve the model of an engine, by engine address."""
         self.drained: set[str] = set()
-        """Addresses of engines being unloaded for which it has no open requests."""
+        """Addresses of engines being unloaded for which this process has no open requests."""
 
     def send(self, message: msgspec.Struct) -> None:
         assert self.os_process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it has just exited
+        with contextlib.suppress(ConnectionError):  # the process has just exited
             self.os_process.stdin.write(encode_line(message))
 
 
@@ -81,7 +81,7 @@ class ApiProcesses:
         """True if a process exited because of its configuration: a restart would not help."""
 
     async def run(self) -> None:
-        """Run the processes. Returns when one has exceeded its restart limit or is misconfigured."""
+        """Run the processes. Returns when a process has exceeded its restart limit or is misconfigured."""
         tasks = [asyncio.create_task(self._run(start)) for start in self._starts]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -101,7 +101,7 @@ class ApiProcesses:
         """Wait until every process serves the model of the engine with this address; if empty, until every process
         accepts requests.
 
-        Raises ``PenstockError`` if a process cannot serve it.
+        Raises ``PenstockError`` if a process cannot serve the model.
         """
 
         def ready() -> bool:
@@ -181,7 +181,7 @@ class ApiProcesses:
                     task.add_done_callback(self._tasks.discard)
 
     async def _kill_if_hung(self, process: ApiProcess, timeout: float) -> None:
-        """Kill a process whose event loop has not run for ``timeout`` seconds; 0: never."""
+        """Kill a process if its event loop has not run for ``timeout`` seconds; 0: never."""
         interval = min(timeout / 4, 1.0)
         last_check = since = time.monotonic()
         while timeout:
@@ -192,7 +192,8 @@ class ApiProcesses:
             last_check = now
             if process.last_alive and not self._closing and now - max(process.last_alive, since) > timeout:
                 pid = process.os_process.pid
-                logger.error("API process (process %d) has not answered for %g seconds: killed", pid, timeout)
+                message = "API process (process %d) has not answered for %g seconds: killed (api_process_timeout)"
+                logger.error(message, pid, timeout)
                 process.os_process.kill()
                 return
 

@@ -22,7 +22,8 @@ class DescriptorWatch:
         self._reported = -REPORT_INTERVAL
 
     def check(self) -> None:
-        """Check now. The system assigns the lowest free number, which is about the number of open descriptors."""
+        """Log a warning if almost all descriptors are open. The system assigns the lowest free number, which is about
+        the number of open descriptors."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         try:
             number = os.open("/", os.O_PATH | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Instances of a router: discovery, compatibility checks, and selection of those in use."""
+"""Instances of a router: discovery, compatibility checks, and selection of the instances in use."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class _Engine:
     """An engine of a configured or registered instance.
 
     Args:
-        expected: roles that it may have.
+        expected: roles that the engine may have.
     """
 
     def __init__(self, client: EngineClient, expected: tuple[str, ...]) -> None:
         self.client = client
         self.expected = expected
         self.instance: Instance | None = None
-        """Its announcement to the API processes; None if it is not in use."""
+        """Announcement to the API processes; None: the engine is not in use."""
         self.mismatch = ""
-        """Reason why it is connected but not in use."""
+        """Reason why the connected engine is not in use; empty: it is compatible."""
 
 
 class Instances:
@@ -73,14 +73,14 @@ class Instances:
         for text, _ in self._configured:
             split_address(text.removeprefix("http://").removeprefix("https://").rstrip("/"), "instances")
         self._named: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
-        """Configured or registered name of an instance → addresses of its engines, and roles that they may have."""
+        """Engine addresses and allowed roles of each instance, by its configured or registered name."""
         self._last_registered: dict[str, float] = {}
         """Time of the last registration of each registered instance."""
         self._engines: dict[str, _Engine] = {}
-        """Engines by address."""
+        """Engines of all instances, by address."""
         self._announced: tuple[Instance, ...] = ()
         self._local_engine: Ready | None = None
-        """Report of this server's engine, if any."""
+        """Report of this server's engine; None: this server has no engine."""
         self._tasks: list[asyncio.Task[None]] = []
         self._ending: set[asyncio.Future[None]] = set()
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -90,7 +90,7 @@ class Instances:
 
     @property
     def reports(self) -> list[Ready]:
-        """Reports of engines on this host: none."""
+        """Reports of engines on this host. Empty: a router runs no engine."""
         return []
 
     @property
@@ -103,7 +103,7 @@ class Instances:
         return await self._ready
 
     async def watch(self) -> None:
-        """Return after ``close``: losing instances is not a failure."""
+        """Wait until ``close`` is called. The loss of instances is not a failure."""
         await self._closed.wait()
 
     async def close(self) -> int:
@@ -131,7 +131,7 @@ class Instances:
         """Start to connect to the instances.
 
         Args:
-            local_engine: report of this server's engine, with which they must be compatible.
+            local_engine: report of this server's engine, with which the instances must be compatible.
         """
         self._local_engine = local_engine
         if self._tasks:  # the local engine was loaded again
@@ -180,7 +180,7 @@ class Instances:
                 if info.engines:
                     self._set_engines(url, tuple(reachable(engine.address, host) for engine in info.engines), roles)
                     last_error = ""
-            except OSError:  # it has not started yet
+            except OSError:  # the instance has not started yet
                 pass
             except (msgspec.ValidationError, PenstockError) as error:
                 if str(error) != last_error:
@@ -205,7 +205,7 @@ class Instances:
             self._connect()
 
     def _connect(self) -> None:
-        """Connect to all engines of the current instances, and disconnect from others."""
+        """Connect to all engines of the current instances, and disconnect from all other engines."""
         named = {address: roles for engines, roles in self._named.values() for address in engines}
         for address in [address for address in self._engines if address not in named]:
             closing = asyncio.ensure_future(self._engines.pop(address).client.close())
@@ -262,21 +262,21 @@ class Instances:
             self._on_change(announced)
 
     def _mismatch(self, engine: _Engine, report: Ready, reference: Ready | None) -> str:
-        """Reason why an engine cannot be used; empty if it can."""
+        """Reason why an engine cannot be used; empty: it can be used."""
         if report.role not in engine.expected:
             return f"its role is {report.role}, but it is configured as {' or '.join(engine.expected)}"
         if self._tokenizer and report.tokenizer_version and self._tokenizer != report.tokenizer_version:
-            return "its tokenizer is not that of this router's model: use the same --model for both"
+            return "its tokenizer differs from the tokenizer of this router's model: use the same --model for both"
         if reference is None or reference is report:
             return ""
         if report.weights_version != reference.weights_version:
             return (
-                f"its weights are {report.weights_version[:16]}, those of the other instances "
+                f"its weights are {report.weights_version[:16]}, but the other instances have "
                 f"{reference.weights_version[:16]}: use the same checkpoint for all"
             )
         if report.fingerprint != reference.fingerprint and not self._allow_mismatch:
             return (
-                f"its results differ bitwise: its kernels are {report.fingerprint}, those of the other instances "
+                f"its results differ bitwise: its kernels are {report.fingerprint}, but the other instances have "
                 f"{reference.fingerprint} (--allow-fingerprint-mismatch allows it)"
             )
         return ""

@@ -18,15 +18,15 @@ from ..http.request_record import RequestRecord
 logger = logging.getLogger(__name__)
 
 MAX_CPU_TIME = 0.05
-"""Processor time of one iteration of the event loop above which it is logged, in seconds."""
+"""Processor time in seconds above which an iteration of the event loop is logged."""
 MAX_WALL_TIME = 1.0
-"""Elapsed time of one iteration above which it is logged, in seconds."""
+"""Elapsed time in seconds above which an iteration of the event loop is logged."""
 REPORT_AFTER = 10.0
-"""Elapsed time in seconds after which an iteration is logged before it ends, in case it never does."""
+"""Elapsed time in seconds after which an iteration is logged before its end, in case it never ends."""
 POLL_INTERVAL = 0.02
 """Seconds between checks of the loop thread's processor time."""
 PROBE_CPU_TIME = 0.001
-"""Processor time of the loop thread since the last probe after which the loop is probed again, in seconds."""
+"""Processor time in seconds that the loop thread uses before the loop is probed again."""
 MAX_PROBE_INTERVAL = 0.25
 """Maximum time between probes in seconds, for a loop that uses no processor time (idle, or blocked in a wait)."""
 SAMPLE_INTERVAL = 0.01

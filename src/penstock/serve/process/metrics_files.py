@@ -24,7 +24,7 @@ INITIAL_SIZE = 2**18
 
 
 class AllocatedDict(MmapedDict):  # type: ignore[misc]
-    """A file of values with allocated pages. Values that cannot be allocated are counted only in this process."""
+    """A metrics file with disk space allocated in advance. Values without space are counted only in this process."""
 
     def __init__(self, filename: str, read_mode: bool = False) -> None:
         self._unshared: dict[str, tuple[float, float]] = {}
@@ -64,7 +64,7 @@ class AllocatedDict(MmapedDict):  # type: ignore[misc]
 
 
 def allocate(number: int) -> None:
-    """Use such files for all metrics created from now on.
+    """Use ``AllocatedDict`` for all metrics created from now on.
 
     Args:
         number: index of the API process, used in the file names: a restarted process continues the counts.
@@ -74,7 +74,7 @@ def allocate(number: int) -> None:
 
 
 def not_writable(error: OSError) -> PenstockError:
-    """The error for files that cannot be created."""
+    """The error for metrics files that cannot be created."""
     message = f"the temporary folder cannot be written ({error.strerror}): free disk space, or set TMPDIR"
     return PenstockError(Code.INVALID, message)
 
@@ -83,7 +83,7 @@ def not_writable(error: OSError) -> PenstockError:
 def metrics_folder() -> Iterator[None]:
     """Create the folder of the metrics files, and set ``PROMETHEUS_MULTIPROC_DIR``.
 
-    Raises ``PenstockError`` if it cannot be created.
+    Raises ``PenstockError`` if the folder cannot be created.
     """
     try:
         folder = TemporaryFolder("metrics-")

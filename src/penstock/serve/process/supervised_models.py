@@ -30,14 +30,15 @@ T = TypeVar("T")
 
 
 class SupervisedModels:
-    """The models by name, and the engine processes of the loaded ones.
+    """The models by name, and the engine processes of the loaded models.
 
     Args:
         models: all models, loaded or not.
-        fetch: returns a configuration whose ``engine.model`` is a local folder; may download for a long time.
+        fetch: downloads the model if needed, which may take long; returns the configuration with a local folder as
+            ``engine.model``.
         api_processes: the API processes; every change is sent to them.
         instances: remote instances that answer requests instead of local engines (``--role router``), or compute
-            prompts for them.
+            prompts for the local engines.
     """
 
     def __init__(
@@ -72,9 +73,9 @@ class SupervisedModels:
         return [report for engine in self._running.values() for report in engine.reports]
 
     async def load(self, name: str) -> Ready | None:
-        """Load a model. Returns when all API processes serve it; None if it was loaded already.
+        """Load a model. Returns when all API processes serve it; None: it was loaded already.
 
-        Raises ``PenstockError`` if there is no such model, or it cannot be loaded.
+        Raises ``PenstockError`` if the model does not exist, or cannot be loaded.
         """
         self._check(name)
         async with self._locks[name]:
@@ -89,9 +90,9 @@ class SupervisedModels:
             return ready
 
     async def unload(self, name: str) -> None:
-        """Unload a model: drain its requests, then stop its engine. Does nothing if it is not loaded.
+        """Unload a model: drain its requests, then stop its engine. Does nothing if the model is not loaded.
 
-        Raises ``PenstockError`` if there is no such model.
+        Raises ``PenstockError`` if the model does not exist.
         """
         self._check(name)
         async with self._locks[name]:
@@ -106,12 +107,12 @@ class SupervisedModels:
             self._update(name, engines=(), draining=False, reason="unloaded")
 
     async def operate(self, name: str, operation: ModelAction) -> None:
-        """Execute an operation on the engines of a model. Raises ``PenstockError`` if it fails."""
+        """Execute an operation on the engines of a model. Raises ``PenstockError`` if the operation fails."""
         self._check(name)
         if (control := self._controls.get(name)) is None:
-            message = "a router has no engine: send this to the instances"
+            message = "a router has no engine: send the request to the instances"
             if name not in self._running:
-                message = "the model is not loaded"
+                message = f"the model {name!r} is not loaded: load it first"
             raise PenstockError(Code.UNSUPPORTED, message)
         await control.execute(operation)
 
@@ -170,7 +171,7 @@ class SupervisedModels:
         async with self._locks[name]:
             if engine.closing or self._closing:
                 return
-            logger.error("%s is no longer served", name)
+            logger.error("%s is no longer served: its engine has died too often", name)
             await self._end(name, engine)
             self._update(name, required=False, engines=(), reason="its engine has died too often")
         if not self._running:
@@ -184,7 +185,8 @@ class SupervisedModels:
 
     def _check(self, name: str) -> None:
         if name not in self._models:
-            raise PenstockError(Code.NOT_FOUND, f"there is no model {name!r} to load", "model_name")
+            message = f"the model {name!r} does not exist; known are {', '.join(self._models)}"
+            raise PenstockError(Code.NOT_FOUND, message, "model_name")
 
     def _update(self, name: str, **changes: object) -> None:
         """Change a model's state and send it to the API processes."""

@@ -44,7 +44,7 @@ class Supervisor:
     Args:
         configuration: configuration of the server; its ``server`` section applies to all models.
         models: all models, loaded or not.
-        fetch: returns a configuration whose ``engine.model`` is a local folder; downloads the model if needed.
+        fetch: downloads the model if needed; returns the configuration with a local folder as ``engine.model``.
         started: start time of the command, on the monotonic clock.
     """
 
@@ -156,7 +156,7 @@ class Supervisor:
         await self._models.lost.wait()
 
     async def _handle(self, request: Load | Unload | Operate | Register) -> None:
-        """Execute a request of an API process. Raises ``PenstockError`` if it fails."""
+        """Execute a request of an API process. Raises ``PenstockError`` if the request fails."""
         started = time.monotonic()
         if isinstance(request, Register):
             if self._instances:
@@ -184,13 +184,13 @@ class Supervisor:
 def listening_sockets(options: ServerOptions) -> Iterator[list[socket.socket]]:
     """Open the listening sockets. They stay open while API processes (re)start, so that no connection is refused.
 
-    The first serves every path (unless ``port`` is -1), the others only health and metrics.
+    The first socket serves every path (unless ``port`` is -1), the other sockets only health and metrics.
 
     Raises ``PenstockError`` (``invalid``) if an address cannot be bound.
     """
     ports = {"port": options.port, "health_port": options.health_port, "metrics_port": options.metrics_port}
     if options.health_port == options.metrics_port > 0:
-        del ports["metrics_port"]  # one listener serves both
+        del ports["metrics_port"]  # one listener serves both options
     with contextlib.ExitStack() as stack:
         enabled = [(name, port) for name, port in ports.items() if port >= 0]
         yield [stack.enter_context(_listen(options.host, port, name)) for name, port in enabled]
@@ -204,9 +204,8 @@ def _listen(host: str, port: int, name: str, listen: bool = True) -> socket.sock
             return socket.create_server(address, family=family, backlog=BACKLOG)
         bound = socket.socket(family, socket.SOCK_STREAM)
         try:
-            bound.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # connections of a previous server may be in TIME_WAIT
+            # Connections of a previous server may be in TIME_WAIT.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         except OSError:
@@ -242,9 +241,9 @@ def reserved_grpc_address(options: ServerOptions) -> Iterator[str]:
 def stop_accepting(listener: socket.socket) -> None:
     """Refuse new connections without resetting those that are established but not accepted yet.
 
-    Closing a socket resets the connections in its backlog, whose clients may have sent their request. So a packet
-    filter drops SYN packets while the API processes accept the backlog; the client retries the SYN a second later, when
-    the port is closed. If packet filters are not available, nothing is done here.
+    Closing a socket resets the connections in its backlog, although their clients may have sent a request. A packet
+    filter therefore drops SYN packets while the API processes accept the backlog; the client retries the SYN a second
+    later, when the port is closed. Does nothing if packet filters are not available.
     """
     load_byte, jump_if_set, return_value = 0x30, 0x45, 0x06  # classic BPF (McCanne and Jacobson, 1993)
     flags, syn, drop, keep = 13, 0x02, 0, 0xFFFFFFFF
@@ -257,12 +256,13 @@ def stop_accepting(listener: socket.socket) -> None:
 
 
 def check_certificate(options: ServerOptions) -> None:
-    """Raise ``PenstockError`` (``invalid``) if a certificate's file does not exist."""
+    """Raise ``PenstockError`` (``invalid``) if a certificate or key file is missing, or a key is set without
+    certificate."""
     if options.ssl_keyfile and not options.ssl_certfile:
         raise invalid("ssl_certfile", "is missing; ssl_keyfile requires it")
     for name in ("ssl_certfile", "ssl_keyfile"):
         if (path := getattr(options, name)) and not Path(path).is_file():
-            raise invalid(name, f"{path} is not a file")
+            raise invalid(name, f"{path} is not a file: give the path of a PEM file")
 
 
 def check_storage(options: ServerOptions) -> None:
@@ -282,6 +282,6 @@ def url_of(options: ServerOptions, listener: socket.socket) -> str:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit: each connection needs one."""
+    """Raise the soft limit of open files to the hard limit: each connection needs a file descriptor."""
     _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))

@@ -1,4 +1,4 @@
-"""Batches and their state."""
+"""Store of batches and their state."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .store import Store, reads, writes
 from .tables import BATCHES, OPEN
 
 Document = dict[str, Any]
-"""A batch object."""
+"""A batch object of OpenAI's API."""
 
 
 class BatchStore(Store):
-    """Stores batches."""
+    """Stores batches in the database."""
 
     @writes
     def add(self, connection: Connection, owner: str, document: Document) -> None:
@@ -33,10 +33,11 @@ class BatchStore(Store):
 
     @reads
     def get(self, connection: Connection, owner: str, name: str) -> Document:
-        """Return a batch. Raises ``PenstockError`` (``not_found``) if the owner has none with this id."""
+        """Return a batch. Raises ``PenstockError`` (``not_found``) if the owner has no batch with this id."""
         where = (BATCHES.c.id == name, BATCHES.c.owner == owner)
         if (row := connection.execute(select(BATCHES).where(*where)).first()) is None:
-            raise PenstockError(Code.NOT_FOUND, f"batch_id: there is no batch {name[:80]!r}", "batch_id")
+            message = f"batch_id: the batch {name[:80]!r} does not exist or has expired"
+            raise PenstockError(Code.NOT_FOUND, message, "batch_id")
         return _document(row)
 
     @reads

@@ -23,7 +23,7 @@ Item = dict[str, Any]
 
 
 class ConversationLimits(NamedTuple):
-    """Maximum size of a conversation."""
+    """Maximum number of items, and maximum size in bytes, of a conversation."""
 
     items: int
     bytes: int
@@ -61,7 +61,7 @@ class ConversationStore(Store):
 
     @reads
     def get(self, connection: Connection, owner: str, name: str) -> Conversation:
-        """Return a conversation. Raises ``PenstockError`` (``not_found``) if the owner has none with this id."""
+        """Return a conversation. Raises ``PenstockError`` (``not_found``) if the owner has no such conversation."""
         return _described(_row(connection, owner, name))
 
     @writes
@@ -81,7 +81,7 @@ class ConversationStore(Store):
 
     @reads
     def items_size(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> int:
-        """Return the size of ``items`` in bytes, without loading items. Arguments and errors as there."""
+        """Return the size in bytes of the result of ``items``, without loading it; otherwise like ``items``."""
         return self._items_size(connection, owner, name, taken, max_size)
 
     @reads
@@ -118,19 +118,19 @@ class ConversationStore(Store):
 
     @writes
     def append(self, connection: Connection, owner: str, name: str, items: list[Item]) -> None:
-        """Append items. Raises as ``get``, as ``Quotas.check``, and ``invalid`` beyond the conversation limits."""
+        """Append items. Raises as ``get`` and ``Quotas.check``; ``invalid`` beyond the limits of a conversation."""
         _row(connection, owner, name)
         self._append(connection, owner, name, items)
 
     @reads
     def item(self, connection: Connection, owner: str, name: str, item: str) -> Item:
-        """Return an item. Raises ``PenstockError`` (``not_found``) if the conversation has none with this id."""
+        """Return an item. Raises ``PenstockError`` (``not_found``) if the conversation has no such item."""
         _row(connection, owner, name)
         document: Item = _item_row(connection, name, item).document
         return document
 
     async def find_size(self, owner: str, items: list[str]) -> int:
-        """Return the size of ``find`` in bytes, without loading items."""
+        """Return the size in bytes of the result of ``find``, without loading it."""
         return await self._database.read(lambda connection: _found_size(connection, owner, items)) if items else 0
 
     async def find(self, owner: str, items: list[str], taken: int, max_size: int) -> tuple[dict[str, Item], int]:
@@ -170,7 +170,8 @@ class ConversationStore(Store):
             await self._database.write(partial(transaction, name=name))
 
     def _check_room(self, connection: Connection, name: str, size: int, more_items: int, more_bytes: int) -> None:
-        """Raise ``PenstockError`` (``invalid``) if a conversation of ``size`` bytes has no room for more."""
+        """Raise ``PenstockError`` (``invalid``) if a conversation of ``size`` bytes has no room for more items or
+        bytes."""
         items = select(func.count()).where(CONVERSATION_ITEMS.c.conversation == name)
         count = int(connection.execute(items).scalar_one())
         for used, more, limit, unit in (
@@ -215,7 +216,7 @@ def _row(connection: Connection, owner: str, name: str) -> Row[Any]:
     conversations = CONVERSATIONS.c
     where = (conversations.id == name, conversations.owner == owner, conversations.expires >= time.time())
     if (row := connection.execute(select(CONVERSATIONS).where(*where)).first()) is None:
-        message = f"conversation: there is no conversation {name[:80]!r}"
+        message = f"conversation: the conversation {name[:80]!r} does not exist or has expired"
         raise PenstockError(Code.NOT_FOUND, message, "conversation")
     return row
 

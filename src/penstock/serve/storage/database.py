@@ -45,7 +45,7 @@ LOCK_TIMEOUT = 10.0
 NUM_READERS = 4
 """Maximum number of concurrent read transactions per process."""
 NUM_WRITERS = 4
-"""Maximum number of concurrent write transactions per process. SQLite allows one in all processes together."""
+"""Maximum number of concurrent write transactions per process; with SQLite one in all processes together."""
 SCHEMA_LOCK, QUOTA_LOCK = 0x70656E73746F636B, 0x70656E73746F636C
 """Numbers of PostgreSQL advisory locks for creating tables and for checking quotas; unlikely to be used by other
 applications."""
@@ -63,7 +63,7 @@ class Database:
     Args:
         options: ``storage_url``, or ``storage_dir`` for an SQLite file.
 
-    Raises ``PenstockError`` (``invalid``) if it cannot be opened.
+    Raises ``PenstockError`` (``invalid``) if the database cannot be opened.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -78,7 +78,7 @@ class Database:
                     for index in table.indexes:
                         connection.execute(CreateIndex(index, if_not_exists=True))
                 self.secret = _shared_secret(connection)
-                """Random bytes shared by all servers of this database."""
+                """Random bytes shared by all servers that use this database."""
         except (ArgumentError, NoSuchModuleError, ImportError) as error:
             raise invalid(field, f"{error}; a URL of SQLAlchemy is required, such as postgresql+psycopg://…") from error
         except (SQLAlchemyError, OSError) as error:
@@ -97,7 +97,7 @@ class Database:
         after the other.
 
         Raises ``PenstockError``: ``invalid`` for values that the database rejects (a zero byte in PostgreSQL);
-        ``unavailable`` if it does not answer.
+        ``unavailable`` if the database does not answer.
         """
         return await self._run(self._writers, transaction, {})
 
@@ -173,8 +173,8 @@ def _open(options: ServerOptions) -> Engine:
 
 
 def _tune_sqlite(connection: object, _: object) -> None:
-    """Use the WAL: committed data survives a crash of the process; a crash of the machine may lose the last moments.
-    Transactions are started by ``_begin_sqlite``, as Python's module starts none before the first write."""
+    """Use the WAL: committed data survives a crash of the process; a crash of the machine may lose the last
+    transactions. ``_begin_sqlite`` begins transactions, as ``sqlite3`` begins none before the first write."""
     connection.isolation_level = None  # type: ignore[attr-defined]
     cursor = connection.cursor()  # type: ignore[attr-defined]
     deadline = time.monotonic() + LOCK_TIMEOUT
@@ -182,7 +182,7 @@ def _tune_sqlite(connection: object, _: object) -> None:
         try:
             cursor.execute("PRAGMA journal_mode=WAL")
             break
-        except sqlite3.OperationalError:  # another process changes it; SQLite does not wait for that
+        except sqlite3.OperationalError:  # another process is changing the mode; SQLite does not wait
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)

@@ -40,7 +40,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class FileStore(Store):
-    """Stores files.
+    """Stores files: contents in a folder, metadata in the database.
 
     Args:
         folder: folder of the contents; created if missing.
@@ -64,9 +64,9 @@ class FileStore(Store):
 
         Args:
             size: expected size in bytes.
-            lifetime: seconds until it expires, at most ``retention``; None: ``retention``.
+            lifetime: seconds until the file expires, at most ``retention``; None: ``retention``.
 
-        Raises ``PenstockError``: as ``Quotas.check``; ``too_large``; ``unavailable`` if it cannot be written.
+        Raises ``PenstockError``: as ``Quotas.check``; ``too_large``; ``unavailable`` if the file cannot be written.
         """
         await self._check_room(owner, size)
         name = f"file-{uuid4().hex}"
@@ -105,7 +105,7 @@ class FileStore(Store):
         lifetime: float | None,
         checked: bool = False,
     ) -> StoredFile:
-        """Store a file whose contents were written already.
+        """Store the metadata of a file with already written contents.
 
         Args:
             lifetime: see ``add``.
@@ -116,17 +116,17 @@ class FileStore(Store):
         now = time.time()
         expires = now + min(self._retention, lifetime or self._retention)
         values = {"id": name, "owner": owner, "created": now, "expires": expires}
-        connection.execute(delete(FILES).where(FILES.c.id == name))  # written by a process that was killed afterwards
+        connection.execute(delete(FILES).where(FILES.c.id == name))  # a killed process may have left a row
         connection.execute(insert(FILES).values(**values, name=filename[:1024], purpose=purpose[:64], size=size))
         return StoredFile(name, size, int(now), filename, purpose, int(expires))
 
     @reads
     def get(self, connection: Connection, owner: str, name: str, field: str = "file_id") -> StoredFile:
-        """Return a file. Raises ``PenstockError`` (``not_found``) if the owner has none with this id."""
+        """Return a file. Raises ``PenstockError`` (``not_found``) if the owner has no file with this id."""
         where = (FILES.c.id == name, FILES.c.owner == owner, FILES.c.expires >= time.time())
         row = connection.execute(select(FILES).where(*where)).first()
         if row is None or not self.path(row.id).is_file():
-            raise PenstockError(Code.NOT_FOUND, f"{field}: there is no file {name[:80]!r}", field)
+            raise PenstockError(Code.NOT_FOUND, f"{field}: the file {name[:80]!r} does not exist or has expired", field)
         return _described(row)
 
     @reads

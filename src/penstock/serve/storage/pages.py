@@ -13,7 +13,7 @@ class PageQuery(NamedTuple):
     after: str = ""
     """Id of the entry before the page; empty for the first page."""
     ascending: bool = False
-    """Oldest entries first."""
+    """True: oldest entries first; False: newest first."""
 
 
 class Page(NamedTuple):

@@ -32,14 +32,14 @@ OUTPUT = RESPONSES.c.document["output"]
 LENGTH = func.length(cast(RESPONSES.c.input, Text)) + func.length(cast(OUTPUT, Text))
 """SQL expression: size of a response's input and output items in characters of JSON."""
 CLOCK_STEP = 5.0
-"""Difference in seconds from which on a change of the system clock (set, or machine suspended) is detected."""
+"""Minimum change of the system clock in seconds that is treated as a clock step (clock set, or machine suspended)."""
 Document = dict[str, Any]
-"""A response object."""
+"""A response object of OpenAI's API."""
 Item = dict[str, Any]
 
 
 class ResponseStore(Store):
-    """Stores responses."""
+    """Stores responses in the database."""
 
     def __init__(self, database: Database, retention: float, quotas: Quotas) -> None:
         super().__init__(database, retention, quotas)
@@ -72,7 +72,7 @@ class ResponseStore(Store):
 
     @reads
     def get(self, connection: Connection, owner: str, name: str) -> Document:
-        """Return a response. Raises ``PenstockError`` (``not_found``) if the owner has none with this id."""
+        """Return a response. Raises ``PenstockError`` (``not_found``) if the owner has no such response."""
         return self._current(_row(connection, owner, name, RESPONSES.c.document))
 
     @reads
@@ -88,19 +88,20 @@ class ResponseStore(Store):
 
     @reads
     def conversation_size(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> int:
-        """Return the size of ``conversation`` in characters of JSON, without loading items; arguments as there."""
+        """Return the size of the result of ``conversation`` in characters of JSON, without loading it. Arguments and
+        errors as ``conversation``."""
         return self._chain(connection, owner, name, taken, max_size)[1]
 
     @reads
     def conversation(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> list[Item]:
-        """Return the input and output items of a response and all previous ones, oldest first.
+        """Return the input and output items of a response and all previous responses, oldest first.
 
         Args:
             taken: size of the request without these items in bytes.
             max_size: maximum size of the request with these items in bytes.
 
-        Raises ``PenstockError``: ``not_found``; ``invalid`` if a response is not finished, or there are too many;
-        ``too_large`` if the request exceeds ``max_size``.
+        Raises ``PenstockError``: ``not_found``; ``invalid`` if a response is not finished, or has more than
+        ``MAX_CHAIN`` previous responses; ``too_large`` if the request exceeds ``max_size``.
         """
         items: list[Item] = []
         for response in reversed(self._chain(connection, owner, name, taken, max_size)[0]):
@@ -109,16 +110,19 @@ class ResponseStore(Store):
         return items
 
     def _chain(self, connection: Connection, owner: str, name: str, taken: int, max_size: int) -> tuple[list[str], int]:
-        """Return the ids of a response and all previous ones, latest first, and their size in characters of JSON."""
+        """Return the ids of a response and all previous responses, latest first, and their total size in characters of
+        JSON."""
         names: list[str] = []
         previous, size = name, 0
         while previous:
             if len(names) == MAX_CHAIN:
-                raise invalid("previous_response_id", f"has more than {MAX_CHAIN} previous responses", MAX_CHAIN)
+                message = f"has more than {MAX_CHAIN} previous responses: start a new conversation"
+                raise invalid("previous_response_id", message, MAX_CHAIN)
             row = _row(connection, owner, previous, LENGTH.label("length"), field="previous_response_id")
             status = "failed" if self._is_lost(row) else row.status
             if status not in ("completed", "incomplete"):
-                raise invalid("previous_response_id", f"{previous} is {status}")
+                message = f"{previous} is {status}; only completed and incomplete responses can be continued"
+                raise invalid("previous_response_id", message)
             size += row.length
             if taken + size > max_size:
                 raise too_large("previous_response_id", taken + size, max_size)
@@ -127,7 +131,7 @@ class ResponseStore(Store):
         return names, size
 
     async def items_size(self, owner: str, names: list[str]) -> int:
-        """Return an upper bound of the size of ``items`` in characters of JSON, without loading items."""
+        """Return an upper bound of the size of the result of ``items``, in characters of JSON, without loading it."""
         responses = sorted(_responses_of(names))
 
         def transaction(connection: Connection) -> int:
@@ -211,7 +215,7 @@ def _id_of(item: msgspec.Raw) -> str:
 
 
 def _size(value: Any) -> int:
-    """Size of the JSON in bytes."""
+    """Size of a value's JSON in bytes."""
     return len(msgspec.json.encode(value))
 
 
@@ -232,5 +236,7 @@ def _row(
     responses = RESPONSES.c
     found = select(responses.status, responses.beat, responses.previous, *columns).where(*_is_stored(owner, name))
     if (row := connection.execute(found).first()) is None:
-        raise PenstockError(Code.NOT_FOUND, f"{field}: there is no response {name[:160]!r}", field)
+        raise PenstockError(
+            Code.NOT_FOUND, f"{field}: the response {name[:160]!r} does not exist or has expired", field
+        )
     return row

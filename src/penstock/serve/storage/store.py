@@ -19,7 +19,7 @@ Method = Callable[Concatenate[S, P], Coroutine[Any, Any, T]]
 
 
 class Store:
-    """Stores rows, each with an owner.
+    """Base class of a store of rows that have an owner.
 
     Args:
         retention: seconds until a row expires.

@@ -20,9 +20,9 @@ RESPONSES = Table(
     Index("responses_expires", "expires"),
     Index("responses_use", "owner", "expires", "size"),
 )
-"""``document`` is the response object; its status is also in ``status``. ``input`` has the items of its request without
-those of previous responses; ``size`` is the size of both; ``beat`` is the last heartbeat of the process that computes
-it."""
+"""``document`` is the response object; its status is also in ``status``. ``input`` has the items of the request
+without the items of previous responses; ``size`` is the total size of ``document`` and ``input``; ``beat`` is the time
+of the last heartbeat of the process that computes the response."""
 CONVERSATIONS = Table(
     "conversations",
     METADATA,
@@ -34,7 +34,7 @@ CONVERSATIONS = Table(
     Column("size", BigInteger, nullable=False),
     Index("conversations_use", "owner", "expires", "size"),
 )
-"""``size`` is the total size of its items."""
+"""``size`` is the total size of the conversation's items."""
 CONVERSATION_ITEMS = Table(
     "conversation_items",
     METADATA,

@@ -18,7 +18,7 @@ from .database import QUOTA_LOCK, Database, lock
 from .tables import BATCHES, CONVERSATIONS, FILES, OPEN, RESPONSES
 
 SIZED = {"files": FILES, "responses": RESPONSES, "conversations": CONVERSATIONS}
-"""Name of a limit → table whose rows have a size."""
+"""Tables with a column ``size``, by name of their limit."""
 DESCRIPTIONS = {
     "bytes": "Bytes of stored files, responses and conversations.",
     "files": "Stored files.",
@@ -32,24 +32,24 @@ MAX_AGE = 5.0
 
 @dataclass(frozen=True)
 class Quotas:
-    """Storage limits."""
+    """Storage limits, per owner and in total."""
 
     each: StorageLimits
-    """Limits per owner."""
+    """Limits of each owner."""
     total: StorageLimits
     """Limits of all owners together."""
     refused: Callable[[str], None]
     """Called with the name of an exceeded limit."""
 
     def check(self, connection: Connection, owner: str, field: str, **more: int) -> None:
-        """Check that the limits allow to store more.
+        """Check that the limits allow the additional amounts.
 
         Args:
             field: field of the request, for the error.
             more: additional amounts, by names of ``StorageLimits``.
 
-        Raises ``PenstockError``: ``overloaded`` for batches, as some will end; otherwise ``invalid``, as in OpenAI's
-        API, because a retry does not help.
+        Raises ``PenstockError``: ``overloaded`` for batches, as running batches end; otherwise ``invalid``, as in
+        OpenAI's API, because a retry does not help.
         """
         if any(getattr(limits, name) is not None for limits in (self.each, self.total) for name in more):
             lock(connection, QUOTA_LOCK)
@@ -64,8 +64,8 @@ class Quotas:
                 self.refused(name)
                 state = f"the {option} is {limit} {name}, of which {used} are used"
                 if name == "batches":
-                    raise PenstockError(Code.OVERLOADED, f"{field}: {state}; wait until one has ended", field, limit)
-                message = f"{field}: {state}, and {count} more do not fit; delete some, or wait until they expire"
+                    raise PenstockError(Code.OVERLOADED, f"{field}: {state}; wait until a batch ends", field, limit)
+                message = f"{field}: {state}, and {count} more do not fit; delete objects, or wait until they expire"
                 raise PenstockError(Code.INVALID, message, field, limit, used + count)
 
 

@@ -1,4 +1,4 @@
-"""Routes of the web page: its files, which need no API key, and its data, which do."""
+"""Routes of the web page: its files (no API key required), and its data (API key required)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _described(service: ServedModel) -> dict[str, Any]:
 
 
 def _file(content: bytes, suffix: str) -> Endpoint:
-    """Endpoint of a static file; answers 304 if it is unchanged."""
+    """Endpoint of a static file. Answers 304 if the client's ETag matches."""
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = {
         "etag": etag,

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 class ScanResult(NamedTuple):
     length: int
-    """Number of characters consumed; the next call starts after them."""
+    """Number of characters consumed. The caller passes the text after them to the next call."""
     ended: bool
 
 
 class BraceScanner:
-    """Counts braces outside strings.
+    """Finds the end of a JSON object by counting braces outside strings.
 
     Args:
         stops: texts that end the object outside strings even if braces are still open.

@@ -1,4 +1,4 @@
-"""Structural tag formats for arguments that are written one by one instead of as a JSON object."""
+"""Structural tag formats for calls whose arguments are separate elements instead of one JSON object."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Format = dict[str, Any]
 def arguments_sequence(
     schema: Mapping[str, Any], elements: Mapping[str, Format], separator: str = "", key: re.Pattern[str] = KEY
 ) -> Format:
-    """Return the format of a sequence of arguments, of which those that are not required are optional.
+    """Return the format of a sequence of arguments. Arguments that the schema does not require are optional.
 
-    They are in the order of the schema's properties; with a separator, required arguments come first.
+    Arguments are in the order of the schema's properties; with a separator, required arguments are first.
 
     Args:
         schema: schema of the arguments object.
@@ -54,7 +54,7 @@ def arguments_sequence(
 
 
 def _joined(required: list[Format], others: list[Format], separator: str) -> Format:
-    """Required elements followed by optional ones, with a separator between those that are present."""
+    """Required elements, then optional elements, with a separator between the elements that are present."""
 
     def following(elements: list[Format]) -> list[Format]:
         return [_optional(_sequence([_text(separator), element])) for element in elements]
@@ -73,8 +73,8 @@ def value_format(schema: Any, root: Mapping[str, Any], end: str, depth: int = 0)
 
     Args:
         schema: schema of the value.
-        root: enclosing schema, with the definitions.
-        end: text after the value, which cannot occur in it.
+        root: enclosing schema with ``$defs`` and ``definitions``.
+        end: text after the value; the value cannot contain it.
 
     Raises ``PenstockError`` (``unsupported``) for a constant that contains ``end``.
     """
@@ -97,14 +97,14 @@ def value_format(schema: Any, root: Mapping[str, Any], end: str, depth: int = 0)
 
 
 def json_format(schema: Any, root: Mapping[str, Any]) -> Format:
-    """Return the format of a JSON value. ``root`` is the enclosing schema, with the definitions."""
+    """Return the format of a JSON value. ``root`` is the enclosing schema with ``$defs`` and ``definitions``."""
     if isinstance(schema, Mapping):
         schema = {name: root[name] for name in ("$defs", "definitions") if name in root} | dict(schema)
     return {"type": "json_schema", "json_schema": schema, "separators": [", ", ": "]}
 
 
 def _string(schema: Mapping[str, Any], text: Format) -> Format:
-    """A string with the constraints of the schema. ``format`` is ignored: an annotation by default in JSON Schema."""
+    """A string with the constraints of the schema. ``format`` is ignored: JSON Schema treats it as an annotation."""
     if (pattern := schema.get("pattern")) is not None:
         begin, end = "" if pattern.startswith("^") else "[^<]*", "" if pattern.endswith("$") else "[^<]*"
         return {"type": "regex", "pattern": f"{begin}({pattern.removeprefix('^').removesuffix('$')}){end}"}
@@ -117,7 +117,7 @@ def _string(schema: Mapping[str, Any], text: Format) -> Format:
 def text_without(end: str) -> Format:
     """Return a regular expression for any text without ``end``.
 
-    The first character of ``end`` must occur in it only once, so that a match can only restart at that character.
+    The first character of ``end`` must occur in ``end`` only once, so that a match can only restart at that character.
     """
     first, *rest = map(re.escape, end)
     again, other, partial = first, f"[^{first}{rest[-1]}]", ""
@@ -144,6 +144,6 @@ def _optional(content: Format) -> Format:
     return {"type": "optional", "content": content}
 
 
-def _unsupported(what: str) -> PenstockError:
-    message = f"tools: {what} is not supported for forced calls in the tool call format of this model"
+def _unsupported(feature: str) -> PenstockError:
+    message = f"tools: {feature} is not supported for forced calls in the tool call format of this model"
     return PenstockError(Code.UNSUPPORTED, message, "tools")

@@ -26,7 +26,7 @@ class ToolCallFormat(ABC):
     excluded_markers: tuple[str, ...] = ()
     """Texts that must be absent from the chat template."""
     start_markers: tuple[str, ...]
-    """Texts that begin a call; none contains another."""
+    """Texts that begin a call. No marker contains another marker."""
     end_markers: tuple[str, ...] = ()
     """Texts that may follow a call and are part of it."""
     marker_tokens: tuple[str, ...]
@@ -34,9 +34,9 @@ class ToolCallFormat(ABC):
     allow_unmarked: bool = False
     """True if a call at the beginning of an answer needs no start marker."""
 
-    # Text of a forced call:
+    # Parts of the text of a forced call:
     call_id: tuple[str, int] = ("call_", 24)
-    """Prefix of a call's id, and number of characters after it; some templates require them."""
+    """Prefix of a call id, and number of characters after the prefix; some templates require this form."""
     prefix: str = ""
     """Text before the first call."""
     call_start: tuple[str, str]
@@ -79,13 +79,13 @@ class ToolCallFormat(ABC):
 
 
 class ToolCallParser(ABC):
-    """Extracts tool calls from streamed text, with the whitespace around them.
+    """Extracts tool calls, and the whitespace around them, from streamed text.
 
     Text from a start marker on is held back until it is certain that a call begins; if it is not a call, the text is
     returned as content. After that, arguments are streamed as they are generated.
 
     Args:
-        separators: texts after a call that begin another one without a start marker.
+        separators: texts after a call that begin another call without a start marker.
     """
 
     def __init__(self, form: ToolCallFormat, separators: Sequence[str] = ()) -> None:
@@ -101,7 +101,7 @@ class ToolCallParser(ABC):
         self._step = self._read_start if form.allow_unmarked else self._read_content
 
     def add(self, text: str, last: bool = False) -> list[MessagePart]:
-        """Parse a chunk and return the content and the calls that begin in it, in order. With ``last`` nothing is held
+        """Parse a chunk. Returns its content and the calls that begin in it, in order. With ``last`` nothing is held
         back."""
         self._held += text
         self._parts = []
@@ -150,7 +150,7 @@ class ToolCallParser(ABC):
 
     def _wait_for_head(self, last: bool) -> bool:
         """Wait for the rest of a call's head. At the end of the text the truncated head is dropped."""
-        if last and not self._marker and not self.calls:  # it may also be an answer in JSON
+        if last and not self._marker and not self.calls:  # the text may also be an answer in JSON
             return self._reject()
         return self._wait_for_end(last)
 

@@ -1,4 +1,4 @@
-"""All tool call formats. Parser names are those of vLLM."""
+"""All tool call formats. Parsers have the names that vLLM uses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SEED_OSS = replace(
     call_start=("<seed:tool_call>\n<function=", ">\n"),
     call_end="</function>\n</seed:tool_call>",
 )
-"""As ``QWEN3_CODER`` in ``<seed:tool_call>``, without line breaks around values: Seed-OSS."""
+"""Same as ``QWEN3_CODER``, but in ``<seed:tool_call>`` and without line breaks around values: Seed-OSS."""
 
 MINIMAX_M2 = XMLFormat(
     parsers=("minimax_m2",),
@@ -83,7 +83,7 @@ GLM45 = replace(
     call_start=("<tool_call>", "\n"),
     separator="\n",
 )
-"""As ``GLM47`` with each element on a line: GLM-4.5 and 4.6. Both parsers read both formats."""
+"""Same as ``GLM47``, but each element is on a line: GLM-4.5 and 4.6. Both parsers read both formats."""
 
 PYTHONIC = PythonicFormat(
     parsers=("pythonic", "llama4_pythonic"),
@@ -142,7 +142,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
 
 
 def tool_call_format(parser: str, template: str) -> ToolCallFormat | None:
-    """Find a format by parser name; ``auto`` recognizes it by the chat template; None if no format matches."""
+    """Find a format by parser name; ``auto``: by the markers in the chat template. None if no format matches."""
     formats = [form for form in TOOL_CALL_FORMATS if parser in ("auto", *form.parsers)]
     result = next((form for form in formats if form.matches(template)), None)
     return result if result or parser == "auto" else formats[-1]

@@ -28,12 +28,12 @@ class JSONFormat(ToolCallFormat):
     lead: str = " \n\r\t"
     """Characters allowed between a start marker and the object with name and arguments."""
     name_pattern: re.Pattern[str] | None = None
-    """Text between a start marker and the arguments, if it contains the name. The group ``id`` is the call's id; any
-    other group is the name."""
+    """Pattern of the text between a start marker and the arguments, if that text contains the name. Group ``id`` is the
+    call id; any other group is the name. None: the name is in the object."""
     names: tuple[str, ...] = ()
-    """Examples that match ``name_pattern``, one for each of its alternatives."""
+    """Examples that match ``name_pattern``, one for each alternative of the pattern."""
     separators: tuple[str, ...] = ()
-    """Texts after a call that begin another one without a start marker."""
+    """Texts after a call that begin another call without a start marker."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -55,13 +55,14 @@ class JSONFormat(ToolCallFormat):
         return pattern is not None and any(pattern.fullmatch(text + end) for end in ends)
 
     def written_name(self, name: str) -> str:
-        return json.dumps(name, ensure_ascii=False) if self.call_start[0].endswith('": ') else name  # in a JSON object
+        is_json_value = self.call_start[0].endswith('": ')
+        return json.dumps(name, ensure_ascii=False) if is_json_value else name
 
 
 class _JSONCallParser(ToolCallParser):
     """Streams arguments unmodified, from the opening brace to the closing brace, the next marker or the end.
 
-    They may be invalid JSON, as with OpenAI. An object that does not begin with the name is held back until complete.
+    Arguments may be invalid JSON, as with OpenAI. An object that does not begin with the name is held back to its end.
     """
 
     def __init__(self, form: JSONFormat) -> None:
@@ -109,7 +110,7 @@ class _JSONCallParser(ToolCallParser):
         if not ended:
             if last and is_beginning(ahead) and (self._marker or self.calls):
                 return self._wait_for_head(last)
-            if last:  # an unclosed object is content; searching for markers in it again would take quadratic time
+            if last:  # an unclosed object is content; a second search for markers in it would take quadratic time
                 self._add_content(self._gap + self._marker + self._held)
                 self._held, self._step = "", self._read_content
             return False
@@ -131,7 +132,7 @@ class _JSONCallParser(ToolCallParser):
         return True
 
     def _skip_object_end(self, last: bool) -> bool:
-        """Skip the rest of the object after the arguments; other fields are ignored."""
+        """Skip the fields of the object after the arguments."""
         length, ended = self._scanner.scan(self._held)
         self._held = self._held[length:]
         if ended:
@@ -151,7 +152,7 @@ class _JSONCallParser(ToolCallParser):
 
 
 def _string(written: str) -> str:
-    """Decode the content of a JSON string; returned unmodified if invalid."""
+    """Decode the content of a JSON string. Returns invalid content unmodified."""
     try:
         name = str(json.loads(f'"{written}"', strict=False))
         return name if is_text(name) else written

@@ -1,4 +1,4 @@
-"""Tool call formats with arguments as JSON."""
+"""Tool call formats in which the arguments are a JSON object."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .json_calls import JSONFormat
 HERMES = JSONFormat(
     parsers=("hermes", "qwen", "ernie", "granite4"),
     template_markers=("<tool_call>",),
-    excluded_markers=("<function=", "<arg_key>"),  # other formats with this marker
+    excluded_markers=("<function=", "<arg_key>"),  # markers of Qwen3-Coder and GLM, which also have <tool_call>
     start_markers=("<tool_call>",),
     end_markers=("</tool_call>",),
     marker_tokens=("<tool_call>", "</tool_call>"),
@@ -103,8 +103,8 @@ DEEPSEEK_V31 = replace(
     call_end="<｜tool▁call▁end｜>",
     separator="",
 )
-"""As ``DEEPSEEK_V3`` with only the name before ``<｜tool▁sep｜>`` and only the arguments after it: DeepSeek V3.1. Both
-parsers read both formats."""
+"""Same as ``DEEPSEEK_V3``, but with only the name before ``<｜tool▁sep｜>`` and only the arguments after it: DeepSeek
+V3.1. Both parsers read both formats."""
 
 GRANITE = JSONFormat(
     parsers=("granite",),
@@ -131,7 +131,7 @@ PHI4 = replace(
     marker_tokens=("<|tool_call|>", "<|/tool_call|>"),
     prefix="functools[",
 )
-"""``functools[{"name": …, "arguments": {…}}, …]``: Phi-4-mini; also between its tool call tokens."""
+"""``functools[{"name": …, "arguments": {…}}, …]``: Phi-4-mini. The parser also reads calls between its call tokens."""
 
 HUNYUAN = replace(
     GRANITE,
@@ -204,8 +204,8 @@ HARMONY = JSONFormat(
     call_start=("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
     separator="<|end|><|start|>assistant",
 )
-"""``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>``: gpt-oss. Answers are parsed by
-``text.harmony``."""
+"""``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>``: gpt-oss. ``text.harmony`` parses
+the answers."""
 
 FORMATS = (
     HARMONY,

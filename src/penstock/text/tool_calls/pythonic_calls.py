@@ -13,13 +13,13 @@ from .format import Schemas, ToolCallFormat, ToolCallParser
 from .values import literal
 
 NAME = r"[\w.:/-]{1,128}"
-"""A tool's name: all names allowed in requests (``TOOL_NAME``), not only Python identifiers."""
+"""Pattern of a tool name: all names allowed in requests (``TOOL_NAME``), not only Python identifiers."""
 KEY_NAME = r"[^\s<>\"'=(),\[\]{}]{1,128}"
 SPACE = r"\s{0,64}"
 CALL = re.compile(rf"{SPACE}({NAME})\({SPACE}(?=\)|{KEY_NAME}{SPACE}=[^=])", re.ASCII)
-"""A call up to its first argument."""
+"""Pattern of a call up to its first argument."""
 CALL_SO_FAR = re.compile(rf"{SPACE}({NAME}(\({SPACE}({KEY_NAME}({SPACE}=?)?)?)?)?", re.ASCII)
-"""Text that may become a match of ``CALL``."""
+"""Pattern of a text that may become a match of ``CALL``."""
 KEY = re.compile(rf"{SPACE}({KEY_NAME}){SPACE}=\s*", re.ASCII)
 KEY_SO_FAR = re.compile(rf"{SPACE}({KEY_NAME}{SPACE})?", re.ASCII)
 BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
@@ -44,7 +44,7 @@ class PythonicFormat(ToolCallFormat):
 
 
 class _PythonicCallParser(ToolCallParser):
-    """Streams arguments as JSON, each when complete. A value that is not a literal becomes a string."""
+    """Streams arguments as JSON, each when it is complete. A value that is not a literal is converted to a string."""
 
     def __init__(self, form: PythonicFormat) -> None:
         super().__init__(form)
@@ -56,7 +56,7 @@ class _PythonicCallParser(ToolCallParser):
         self._key = self._quote = ""
         self._escaped = False
         self._depth = self._scanned = 0
-        """Number of open brackets in the value, and of characters scanned."""
+        """Number of open brackets in the value, and number of scanned characters."""
 
     def _read_start(self, last: bool) -> bool:
         """Read up to the first argument, or to the end of a call without arguments."""
@@ -83,7 +83,7 @@ class _PythonicCallParser(ToolCallParser):
         """Read an argument's name, or the end of the call."""
         if match := KEY.match(self._held):
             rest = self._held[match.end() :]
-            if not rest and not last:  # there may be more whitespace
+            if not rest and not last:  # the next chunk may begin with whitespace
                 return False
             self._key, self._held = match[1], rest
             self._quote, self._escaped, self._depth, self._scanned, self._step = "", False, 0, 0, self._read_value

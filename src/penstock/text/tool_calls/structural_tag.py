@@ -12,7 +12,7 @@ def forced_call_tag(form: ToolCallFormat, tools: Schemas, several: bool) -> dict
 
     Args:
         tools: argument schemas of the tools that may be called.
-        several: more than one call is allowed.
+        several: True: one or more calls; False: exactly one call.
 
     Raises ``PenstockError`` (``unsupported``) if the format cannot enforce a schema.
     """

@@ -1,4 +1,4 @@
-"""Argument values that are not written as JSON, and their types according to the tool's schema."""
+"""Conversion of argument values that are not JSON, using their types in the tool's schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_REFERENCES = 16
 STRING = frozenset(("string",))
 NUMBERS = frozenset(("integer", "number", "null"))
 GROUPED = re.compile(r"-?[1-9][0-9]{0,2}(,[0-9]{3})+(\.[0-9]+)?")
-"""A number with digit grouping: 1,000."""
+"""Pattern of a number with digit grouping: 1,000."""
 TYPES: dict[type, str] = {
     bool: "boolean",
     int: "integer",
@@ -28,7 +28,7 @@ TYPES: dict[type, str] = {
 """Python type → JSON Schema type."""
 
 CUT_VALUE = re.compile(r"-|\.|[eE][+-]?|tr?u?|fa?l?s?|nu?l?|u[0-9a-fA-F]{0,4}")
-"""End of a truncated JSON constant, number or escape."""
+"""Pattern of the end of a truncated JSON constant, number or escape sequence."""
 
 Types = frozenset[str] | None
 """JSON Schema types that a value may have; None if unknown."""
@@ -52,13 +52,13 @@ def is_beginning(text: str) -> bool:
 
 
 def to_json(value: Any) -> str:
-    """Serialize a value as JSON. Raises ``ValueError`` or ``TypeError`` if it cannot be represented."""
+    """Serialize a value as JSON. Raises ``ValueError`` or ``TypeError`` if JSON cannot represent the value."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if is_text(text) else json.dumps(value, allow_nan=False)
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Resolve a schema's ``$ref`` within ``root``; empty if not found."""
+    """Resolve a schema's ``$ref`` within ``root``; empty if the reference does not exist."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
             break
@@ -69,7 +69,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Types:
-    """Return the types that a schema allows. ``root`` is the enclosing schema, with the definitions."""
+    """Return the types that a schema allows. ``root`` is the enclosing schema with ``$defs`` and ``definitions``."""
     schema = resolved(schema, root)
     kind = schema.get("type")
     if isinstance(kind, str):
@@ -93,9 +93,9 @@ def type_name(value: Any) -> str:
 
 
 def typed_value(written: str, types: Types) -> str | None:
-    """Convert a value written without quotes around strings to JSON; None for an empty one if strings are not allowed.
+    """Convert a value to JSON whose strings have no quotes; None for an empty value if strings are not allowed.
 
-    A text that can be read as a value of another type is that value, unless only strings are allowed.
+    A text that can be parsed as another type has that type, unless only strings are allowed.
     """
     text = json.dumps(written, ensure_ascii=False)
     if types and "string" not in types:
@@ -131,20 +131,20 @@ def literal(written: str, types: Types = None) -> Literal | None:
     except (ValueError, RecursionError):
         pass
     try:
-        with warnings.catch_warnings():  # about unknown escapes
+        with warnings.catch_warnings():  # ast.parse warns about unknown escapes
             warnings.simplefilter("ignore")
             tree = _Constants().visit(ast.parse(written, mode="eval"))
         value = ast.literal_eval(tree)
         is_array = types is not None and "array" in types and "string" not in types
         if isinstance(value, tuple) and not written.startswith("(") and not is_array:
-            return None  # 1,000 parses as a tuple, but is meant as a number or a string
+            return None  # Python parses 1,000 as a tuple, but the model means a number or a string
         return Literal("array" if isinstance(value, tuple) else type_name(value), to_json(value))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"constant {name} is not JSON")
 
 
 class _Constants(ast.NodeTransformer):

@@ -24,7 +24,7 @@ class XMLFormat(ToolCallFormat):
     on the tool's schema."""
 
     name_start: str = ""
-    """Text between a start marker and the name. It also begins further calls after the same start marker."""
+    """Text between a start marker and the name. The same text also begins further calls after that start marker."""
     name_end: str = ""
     """Text after the name; if empty, the first parameter or the end of the call follows."""
     parameter: tuple[str, str]
@@ -36,9 +36,9 @@ class XMLFormat(ToolCallFormat):
     close: str
     """Text that ends a call."""
     trim_newlines: bool = False
-    """True if one line break before and one after a value are not part of it."""
+    """True if one line break before and one line break after a value are not part of the value."""
     line: str = "\n"
-    """Text between the elements of a forced call."""
+    """Text between two elements of a forced call."""
 
     def parser(self, schemas: Schemas) -> ToolCallParser:
         return _XMLCallParser(self, schemas)
@@ -95,7 +95,7 @@ class _XMLCallParser(ToolCallParser):
         return True
 
     def _wait(self, ahead: str, last: bool, *texts: str) -> bool:
-        """Wait for one of ``texts`` if ``ahead`` is a prefix of it; otherwise reject the call."""
+        """Wait for more text if ``ahead`` is a prefix of one of ``texts``; otherwise reject the call."""
         return self._wait_for_head(last) if any(text.startswith(ahead) for text in texts) else self._reject()
 
     def _read_parameters(self, last: bool) -> bool:
@@ -151,12 +151,12 @@ class _XMLCallParser(ToolCallParser):
             self._held, self._trim = self._held.removeprefix("\n"), False
         split = split_at_marker(self._held, [self._form.value_end], last, space="")
         chunk, self._held = split.before, split.rest
-        if last and not split.marker:  # drop a truncated marker
+        if last and not split.marker:  # drop a truncated end marker
             chunk = chunk[: len(chunk) - partial_match_length(chunk, self._form.value_end)]
         if self._form.trim_newlines:
             if split.marker:
                 chunk = chunk.removesuffix("\n")
-            elif chunk.endswith("\n"):  # it may be the one before the end marker
+            elif chunk.endswith("\n"):  # this line break may precede the end marker
                 chunk, self._held = chunk[:-1], "\n" + self._held
         call = self.calls[-1]
         if self._is_text:

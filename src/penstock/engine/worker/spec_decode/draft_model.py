@@ -11,10 +11,10 @@ from .drafter import DraftBuilder, VerifiedStep
 
 
 class DraftModel:
-    """Drafts by sampling from the draft model, with each row's sampling parameters and random numbers.
+    """Drafts by sampling from a smaller model, with the sampling parameters and random numbers of each row.
 
-    The draft model has a separate KV cache, in which a sequence uses the same block numbers as in the model's.
-    ``propose`` computes all tokens whose keys and values are missing there, be it a whole prompt or a single token.
+    The draft model has a separate KV cache. A sequence uses the same block numbers in it as in the model's KV cache.
+    ``propose`` computes all tokens whose keys and values are missing in this cache: a whole prompt or a single token.
 
     Args:
         runner: runner of the draft model.
@@ -33,8 +33,8 @@ class DraftModel:
         self._computed = np.zeros(len(batch.rows), np.int64)
         """Number of leading tokens of each row with keys and values in this cache, ``[rows]``."""
         self._filled = np.zeros(0, bool)
-        """True for each block with the same tokens as in the model's cache, ``[blocks]``. Rows that start from the
-        prefix cache reuse these blocks here, too."""
+        """True for each block with the same tokens as in the model's cache, ``[blocks]``. A row that reuses a block of
+        the prefix cache also reuses its keys and values in this cache."""
 
     def init_cache(self, blocks: int) -> None:
         self._runner.init_cache(blocks, 0)
@@ -63,12 +63,12 @@ class DraftModel:
     ) -> list[list[int] | None]:
         drafts = DraftBuilder(len(rows))
         budget, drafting = self._max_tokens, list[int]()
-        np.minimum.at(self._computed, rows, lengths - 1)  # drafting needs the last token's hidden state
+        np.minimum.at(self._computed, rows, lengths - 1)  # recompute the last token: drafting needs its hidden state
         for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
             missing = length - int(self._computed[row])
             if missing <= budget:
                 drafting.append(i)
-            elif budget:  # compute as many as possible now; a later call drafts
+            elif budget:  # compute as many tokens as possible now; a later call drafts
                 self._compute([row], [budget], length, sample=False)
             budget = max(budget - missing, 0)
         for index in range(int(counts.max(initial=0))):
@@ -104,7 +104,7 @@ class DraftModel:
 
         Args:
             known: length of each row without draft tokens.
-            sample: sample the token after them; otherwise return an empty list.
+            sample: sample and return the token after the computed tokens of each row; False: return an empty list.
         """
         rows, counts = np.asarray(rows), np.asarray(counts)
         starts = self._computed[rows]

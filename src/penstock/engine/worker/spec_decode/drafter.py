@@ -13,25 +13,25 @@ from ...step import RowUpdates, SampledTokens
 
 
 class VerifiedStep(NamedTuple):
-    """A computed step: draft tokens are verified, and sampled tokens written to the batch. Items are those of
-    ``StepInput``. Arrays are ``[items]`` int32."""
+    """A computed step. Its draft tokens are verified, and its sampled tokens are written to the batch. Items are those
+    of ``StepInput``. Arrays are ``[items]`` int32."""
 
     rows: np.ndarray
-    """Row numbers."""
+    """Row number of each item."""
     starts: np.ndarray
-    """Position of the first computed token."""
+    """Position of the first computed token of each item."""
     lengths: np.ndarray
-    """Number of computed tokens without draft tokens."""
+    """Number of computed tokens of each item, without draft tokens."""
     drafts: np.ndarray
-    """Number of draft tokens."""
+    """Number of draft tokens of each item."""
     sampled: dict[int, SampledTokens]
     """Row → sampled tokens. Rows that did not sample are absent."""
     forks: dict[int, list[int]]
     """Parent row → rows forked in this step."""
     hidden: Tensor
-    """Last hidden states, ``[tokens, hidden]`` in the model's dtype: of all tokens including draft tokens if the
-    drafter ``needs_all_hidden_states``, otherwise only of tokens needed for sampling. For a model with
-    ``aux_hidden_state_layers`` the concatenated hidden states of these layers, of all tokens."""
+    """Hidden states, ``[tokens, hidden]`` in the model's dtype. If the drafter ``needs_all_hidden_states``: last hidden
+    states of all tokens, including draft tokens. Otherwise: last hidden states of the tokens needed for sampling. For a
+    model with ``aux_hidden_state_layers``: concatenated hidden states of these layers, for all tokens."""
     accepted: dict[int, list[int]]
     """Row → indices of the accepted draft tokens, for rows with trees."""
 
@@ -48,8 +48,8 @@ class DraftBuilder:
         """Draft of each row; None if drafting has failed (see ``step.Propose``)."""
 
     def add(self, index: int, sampled: SampledTokens) -> int | None:
-        """Append a sampled token to the draft of row ``index``, and return it. Returns None if sampling failed, which
-        ends the draft. If the drafter's logits are not finite, the row's draft becomes None."""
+        """Append a sampled token to the draft of row ``index``, and return the token. Returns None if sampling failed,
+        which ends the draft. If the drafter's logits are not finite, the draft of the row becomes None."""
         if not sampled.failure:
             (token,) = sampled.token_ids
             draft = self.token_ids[index]
@@ -72,24 +72,27 @@ class WorkerDrafter(Protocol):
     """True if ``after_step`` needs the hidden states of all tokens of a step."""
 
     def init_cache(self, blocks: int) -> None:
-        """Allocate the drafter's KV cache. It has as many blocks as the model's, and a sequence uses the same block
-        numbers in both."""
+        """Allocate the drafter's KV cache.
+
+        Args:
+            blocks: number of blocks of the model's KV cache. A sequence uses the same block numbers in both caches.
+        """
         ...
 
     def apply(self, updates: RowUpdates) -> None:
-        """Apply row updates. They are applied to the batch already."""
+        """Apply row updates to the drafter's state. The worker has applied them to the batch before."""
         ...
 
     def propose(
         self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray, trees: np.ndarray
     ) -> list[list[int] | None]:
-        """Draft tokens. Arguments and result are those of ``step.Propose``."""
+        """Draft tokens for rows. See ``step.Propose`` for the arguments and the result."""
         ...
 
     def after_step(self, step: VerifiedStep) -> None:
-        """Update the drafter's state after a step."""
+        """Update the state of the drafter with the tokens and hidden states of a step."""
         ...
 
     def reset(self) -> None:
-        """Discard all computed state. Called after an error, when ranks may have computed different parts."""
+        """Discard all computed state. Called after an error, as the state may then differ between ranks."""
         ...

@@ -19,17 +19,17 @@ from .tree_drafter import TreeDrafter
 from .tree_rows import TreeMemory
 
 MAX_PENDING = 16
-"""Maximum number of tokens of a row that wait until the next draft reads them with one call. While nothing is drafted,
-the head is called once in ``MAX_PENDING`` steps."""
+"""Maximum number of pending tokens of a row. The next draft reads all of them with one call of the first head; while no
+draft is requested, the head is called once in ``MAX_PENDING`` steps."""
 
 
 class Pending(NamedTuple):
-    """The newest tokens of a row, not yet read by the first head."""
+    """The newest tokens of a row, which the first head has not read yet."""
 
     start: int
-    """Position of the first token."""
+    """Position of the first pending token."""
     states: Tensor
-    """Hidden states of the model, ``[tokens, hidden]``."""
+    """Hidden states of the model at these tokens, ``[tokens, hidden]``."""
 
     @property
     def end(self) -> int:
@@ -39,8 +39,8 @@ class Pending(NamedTuple):
 class HeadDrafter:
     """Drafts with the model's ``draft_heads``.
 
-    The model's KV cache includes layers for the heads' keys and values. These are missing for the last tokens of a
-    cached prefix, and for prefixes loaded from a lower tier, which only lowers acceptance.
+    The model's KV cache includes layers for the heads' keys and values. The heads' keys and values are missing for the
+    last tokens of a cached prefix, and for prefixes loaded from a lower tier. This only lowers acceptance.
 
     Args:
         runner: runner of the model.
@@ -58,7 +58,7 @@ class HeadDrafter:
         """Row number → pending tokens."""
 
     def init_cache(self, blocks: int) -> None:
-        """Do nothing: the heads' cache is part of the model's."""
+        """Do nothing: the model's KV cache includes the layers of the heads."""
 
     def apply(self, updates: RowUpdates) -> None:
         for new in updates.new:
@@ -97,11 +97,11 @@ class HeadDrafter:
         lengths: np.ndarray,
         counts: np.ndarray,
     ) -> None:
-        """Draft one token after the other.
+        """Draft token sequences without branches, one token after the other, and add them to ``drafts``.
 
         Args:
-            drafting: indices of the rows.
-            states: ``[drafting, hidden]``, of the first head.
+            drafting: indices of the rows to draft for.
+            states: hidden states of the first head, ``[drafting, hidden]``.
         """
         longest = int(counts[drafting].max(initial=0))
         for place in range(longest if self._heads.recurrent else min(longest, self._heads.count)):
@@ -126,8 +126,8 @@ class HeadDrafter:
                 states, drafting = states[going], [drafting[at] for at in going]
 
     def after_step(self, step: VerifiedStep) -> None:
-        """Keep the hidden states of the step's tokens for the next draft. The first head reads those of rows with more
-        than ``MAX_PENDING``."""
+        """Keep the hidden states of the step's tokens for the next draft. If a row has more than ``MAX_PENDING``
+        pending tokens, the first head reads them now."""
         items: list[tuple[int, int, int]] = []
         states: list[int] = []
         end = 0
@@ -161,15 +161,15 @@ class HeadDrafter:
         self._pending.clear()
 
     def _read_pending(self, rows: list[int]) -> Tensor:
-        """Read the pending tokens of rows with the first head. Each row must have some. Returns the head's hidden state
-        at each row's last token, ``[rows, hidden]``."""
+        """Read the pending tokens of rows with the first head. Each row must have pending tokens. Returns the head's
+        hidden state at the last token of each row, ``[rows, hidden]``."""
         pending = [self._pending.pop(row) for row in rows]
         combined = self._heads.combine_hidden_states(torch.cat([each.states for each in pending]))
         starts, counts = np.array([(each.start, len(each.states)) for each in pending]).T
         return self._heads.forward(0, np.array(rows), starts, counts, combined)
 
     def _read_all_but_last(self, rows: list[int]) -> None:
-        """Read the pending tokens of rows with the first head, except the newest, from which the next draft starts."""
+        """Read the pending tokens of rows with the first head, except the newest: the next draft starts from it."""
         newest = dict[int, Pending]()
         for row in rows:
             start, states = self._pending[row]

@@ -13,8 +13,8 @@ from .tree_rows import SlotCopies
 
 
 class HeadRunner:
-    """Runs the ``draft_heads`` of a model. Methods take the index of the drafted token: each head drafts the token of
-    its index, and the last one, if ``recurrent``, all later tokens, too.
+    """Runs the ``draft_heads`` of a model. Methods take the index of the draft token: head ``i`` drafts token ``i``. If
+    ``recurrent``, the last head also drafts all later tokens.
 
     Args:
         runner: runner of the model.
@@ -27,12 +27,12 @@ class HeadRunner:
 
     @property
     def count(self) -> int:
-        """Number of heads."""
+        """Number of draft heads of the model."""
         return len(self._runner.model.draft_heads)
 
     @property
     def recurrent(self) -> bool:
-        """True if the length of a draft is not limited by the number of heads."""
+        """True if the last head drafts all later tokens, so that drafts may be longer than the number of heads."""
         return self._runner.model.draft_heads[-1].recurrent
 
     def combine_hidden_states(self, states: Tensor) -> Tensor:
@@ -40,8 +40,8 @@ class HeadRunner:
         return self._runner.model.draft_heads[0].combine_hidden_states(states)
 
     def forward(self, index: int, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, states: Tensor) -> Tensor:
-        """Compute ``counts`` positions of each row, from ``starts`` on. Returns the head's hidden state at each row's
-        last position, ``[rows, hidden]``.
+        """Compute ``counts`` positions of each row, from ``starts`` on. Returns the head's hidden state at the last
+        position of each row, ``[rows, hidden]``.
 
         Args:
             states: hidden states of the model or the previous head at these positions, ``[counts.sum(), hidden]``.
@@ -65,12 +65,12 @@ class HeadRunner:
     def sample_and_rank(
         self, index: int, states: Tensor, rows: np.ndarray, lengths: np.ndarray, count: int
     ) -> tuple[list[SampledTokens], list[list[int]]]:
-        """Like ``sample``, and return also the ``count`` likeliest tokens of each row, the likeliest first."""
+        """Sample like ``sample``. Also returns the ``count`` most likely tokens of each row, the most likely first."""
         head = self._runner.model.draft_heads[self._number(index)]
         return self._runner.sample_and_rank(states, self._positions(rows, lengths), count, head)
 
     def copy_slots(self, index: int, copies: SlotCopies) -> None:
-        """Call ``ops.copy_slots`` for the head's cache, if it has one."""
+        """Copy slots within the KV cache of the head. Does nothing for a head without attention."""
         number = self._number(index)
         if self._runner.model.draft_heads[number].attention:
             layer = self._layer(number)

@@ -12,7 +12,7 @@ from .tree_rows import SlotCopies, TreeMemory, TreePaths, joined
 
 
 class StepDrafts:
-    """The draft tokens verified by a step. Chains are in the rows of their sequences, trees in rows of their paths.
+    """The draft tokens that a step verifies. A chain is in the row of its sequence; a tree has a row for each path.
 
     Args:
         batch: the worker's rows.
@@ -23,7 +23,7 @@ class StepDrafts:
         self._batch = batch
         self._memory = memory
         self.trees: dict[int, TreePaths] = {}
-        """Row → paths of its tree, for rows with trees."""
+        """Row number → paths of the row's tree, for rows with trees."""
 
     def write(self, step: StepInput) -> None:
         """Write a step's draft tokens to the rows, replacing those of the previous step."""
@@ -43,18 +43,18 @@ class StepDrafts:
             at += count
 
     def depths(self, row: int, count: int) -> Sequence[int]:
-        """Offset of each sample from the row's length: 0 for the row's next token, and the depth of each of ``count``
-        draft tokens."""
+        """Offset of each sampled position from the length of the row: 0 for the next token, then the depth of each of
+        ``count`` draft tokens."""
         tree = self.trees.get(row)
         return (0, *tree.depths) if tree else range(count + 1)
 
     def accept(self, row: int, length: int, sampled: list[SampledTokens]) -> SampledTokens:
-        """Accept a row's draft tokens that equal the sampled ones. Returns the accepted tokens and the token sampled
-        after them.
+        """Accept the draft tokens of a row that equal the sampled tokens. Returns the accepted tokens, followed by the
+        token sampled after them.
 
         Args:
             length: length of the row without draft tokens.
-            sampled: samples in the order of ``depths``.
+            sampled: result of each position, in the order of ``depths``.
         """
         count = len(sampled) - 1
         if tree := self.trees.get(row):
@@ -64,27 +64,28 @@ class StepDrafts:
         return _verify(sampled, drafted, range(-1, count - 1))[0]
 
     def shared_copies(self) -> SlotCopies:
-        """Copies of the keys and values shared by paths of a tree, made in each layer. There must be trees."""
+        """Copies that give each path of a tree the keys and values that it shares with other paths. Each layer makes
+        them. Requires ``trees``."""
         return joined([c for tree in self.trees.values() for c in (tree.prefix_copies(), tree.node_copies())])
 
     def accepted_copies(self) -> SlotCopies:
-        """Copies of the keys and values of accepted draft tokens from other paths to the blocks of their sequences.
-        There must be trees."""
+        """Copies of the keys and values of accepted draft tokens, from the blocks of their paths to the blocks of the
+        sequences. Requires ``trees``."""
         return joined([tree.accepted_copies() for tree in self.trees.values()])
 
 
 def _verify(
     sampled: list[SampledTokens], draft: Sequence[int], parents: Sequence[int]
 ) -> tuple[SampledTokens, list[int]]:
-    """Accept the draft tokens on the sampled path.
+    """Accept the draft tokens that equal the token sampled at their parent, beginning at the root.
 
     Args:
-        sampled: samples after the row's last token, and after each draft token.
+        sampled: result of the position after the row's last token, then of the position after each draft token.
         draft: the draft tokens.
-        parents: index of each draft token's parent; -1 for the row's last token.
+        parents: index of the parent of each draft token; -1: the last token of the row.
 
     Returns:
-        The accepted tokens and the one sampled after them; and the indices of the accepted ones.
+        The accepted tokens, followed by the token sampled after them; and the indices of the accepted tokens.
     """
     first, *later = sampled
     if first.failure:
@@ -93,7 +94,7 @@ def _verify(
     token_ids, logprobs, logits = list(first.token_ids), list(first.logprobs or []), list(first.logits or [])
     while (node := children.get((path[-1] if path else -1, token_ids[-1]))) is not None:
         result = later[node]
-        if result.failure:  # the next step samples there again, and reports the failure
+        if result.failure:  # the next step samples at this position again, and reports the failure
             break
         path.append(node)
         token_ids += result.token_ids

@@ -14,30 +14,31 @@ from .head_runner import HeadRunner
 from .tree_rows import TreeMemory, TreePaths, joined
 
 MISSING = -1
-"""Token of a node that could not be drafted."""
+"""Token id of a node that could not be drafted."""
 
 
 class Parent(NamedTuple):
     """A node whose children are drafted next."""
 
     tree: int
-    """Index of its tree."""
+    """Index of the tree that contains the node."""
     node: int
     """Index of the node; -1 for the root."""
 
 
 class Trees(NamedTuple):
-    """The trees drafted by one call."""
+    """The trees drafted by one call of ``TreeDrafter.propose``."""
 
     shapes: list[TokenTree]
     """Shape of each tree."""
     token_ids: list[list[int]]
-    """Tokens of each tree's nodes."""
+    """Token ids of the nodes of each tree; ``MISSING`` for nodes that are not drafted."""
     failed: set[int]
     """Indices of trees for which drafting has failed."""
 
     def add(self, tree: int, ranked: list[int], nodes: list[int]) -> None:
-        """Set each of some nodes to the token of its rank in ``ranked``."""
+        """Set the token of each of ``nodes`` to the token with its rank in ``ranked``. A node without one is left
+        missing."""
         for node in nodes:
             if (rank := self.shapes[tree].nodes[node][-1]) < len(ranked):
                 self.token_ids[tree][node] = ranked[rank]
@@ -46,8 +47,8 @@ class Trees(NamedTuple):
 class TreeDrafter:
     """Drafts token trees, one depth at a time.
 
-    The token of rank 0 is the same as in a chain, drawn with the row's sampling parameters and random numbers. The
-    others are the likeliest remaining tokens.
+    The token of rank 0 is the same as in a chain: it is sampled with the row's sampling parameters and random numbers.
+    The tokens of other ranks are the most likely remaining tokens.
 
     Args:
         tree: shape of the trees.
@@ -62,11 +63,12 @@ class TreeDrafter:
     def propose(
         self, rows: np.ndarray, lengths: np.ndarray, depths: np.ndarray, states: Tensor
     ) -> list[list[int] | None]:
-        """Draft a tree for each row. Returns the tokens of its nodes; None if the head has failed.
+        """Draft a tree for each row. Returns the token ids of the nodes for each row; None if the head has failed.
 
         Args:
-            rows, lengths, depths: see ``step.Propose``, ``[rows]``.
-            states: hidden states of the first head at each row's second to last token, ``[rows, hidden]``.
+            rows, lengths: row numbers and lengths of the sequences, ``[rows]`` (see ``step.Propose``).
+            depths: maximum depth of each tree, ``[rows]``.
+            states: hidden states of the first head at the second to last token of each row, ``[rows, hidden]``.
         """
         shapes = [self._tree.up_to(depth) for depth in depths.tolist()]
         trees = Trees(shapes, [[MISSING] * len(shape.nodes) for shape in shapes], set())
@@ -75,8 +77,8 @@ class TreeDrafter:
         return [None if i in trees.failed else token_ids for i, token_ids in enumerate(trees.token_ids)]
 
     def _draft_ranks(self, trees: Trees, rows: np.ndarray, lengths: np.ndarray, states: Tensor) -> None:
-        """Draft with one head per depth, which all read the same states (Medusa). Tokens do not depend on those of
-        lower depths."""
+        """Draft with one head per depth (Medusa). All heads read the same states, so tokens do not depend on their
+        parents."""
         for depth in range(1, max(shape.depth for shape in trees.shapes) + 1):
             found = [[i for i, node in enumerate(shape.nodes) if len(node) == depth] for shape in trees.shapes]
             parents = [Parent(i, -1) for i, nodes in enumerate(found) if nodes]
@@ -114,13 +116,13 @@ class TreeDrafter:
         rows: np.ndarray,
         lengths: np.ndarray,
     ) -> list[tuple[Parent, list[int]]]:
-        """Candidate tokens after each parent, by rank; empty if sampling failed.
+        """Candidate tokens after each parent, in order of the rank; empty if sampling failed.
 
         Args:
             states: hidden states of the head that drafts this depth, ``[parents, hidden]`` or ``[trees, hidden]``.
         """
         indices = [parent.tree for parent in parents]
-        if len(states) != len(indices):  # states of all trees, some of which are less deep
+        if len(states) != len(indices):  # ``states`` are those of all trees, but some trees do not have this depth
             states = states[indices]
         count = max(node[-1] + 1 for i in indices for node in trees.shapes[i].nodes if len(node) == depth)
         sampled, likeliest = self._heads.sample_and_rank(
@@ -146,14 +148,15 @@ class TreeDrafter:
         lengths: np.ndarray,
         states: Tensor,
     ) -> Tensor:
-        """Compute nodes of this depth with the next depth's head. Returns its states, ``[nodes, hidden]``.
+        """Compute nodes of this depth with the head of the next depth. Returns the states of that head, ``[nodes,
+        hidden]``.
 
         Args:
             states: states of the head that drafted the nodes, ``[nodes, hidden]``.
         """
         for i in {node.tree for node in nodes}:
             paths[i].write(trees.token_ids[i], int(lengths[i]))
-        if depth <= self._heads.count:  # this head has not read any node before
+        if depth <= self._heads.count:  # the head of this depth reads nodes for the first time
             self._heads.copy_slots(depth, joined([each.prefix_copies() for each in paths]))
         rows = np.array([paths[tree].row(node) for tree, node in nodes])
         starts = np.array([paths[tree].position(node) for tree, node in nodes])

@@ -2,8 +2,8 @@
 
 All tokens of a tree are computed in one step, each with its path from the root as context. For the attention kernels a
 path is an ordinary sequence: a row with the block table of the tree's sequence, except that its last blocks are scratch
-blocks, with copies of the keys and values of tokens that paths share. So keys are read in the order of their positions,
-and every token's result has the same bits as without a tree.
+blocks, which contain copies of the keys and values of tokens that several paths share. So keys are read in the order of
+their positions, and the result of each token has the same bits as without a tree.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..input_batch import InputBatch
 
 
 class SlotCopies(NamedTuple):
-    """Arguments of ``ops.copy_slots``: slots of keys and values, ``[copies]`` int64."""
+    """Arguments of ``ops.copy_slots``: slots to copy keys and values from and to, both ``[copies]`` int64."""
 
     sources: np.ndarray
     targets: np.ndarray
@@ -30,7 +30,7 @@ class TreePaths:
     """The paths of a sequence's token tree. Each node is computed in the first path that contains it.
 
     Args:
-        rows: rows of the paths in the batch. The first is the row of the sequence.
+        rows: rows of the paths in the batch. The first path uses the row of the sequence.
         parents: parent of each node; -1 for the root.
         first: position of the keys and values of the root's children.
     """
@@ -40,22 +40,22 @@ class TreePaths:
         self._block_size = block_size
         self.parents = parents
         self.token_ids: Sequence[int] = ()
-        """Tokens of the nodes, set by ``write``."""
+        """Token ids of the nodes, set by ``write``."""
         self.accepted: list[int] = []
-        """Accepted nodes, set after verification."""
+        """Indices of the accepted nodes, set after verification."""
         self.rows = rows
         self.new_nodes = segments(parents)
-        """Nodes computed in each path."""
+        """Nodes computed in each path, by path."""
         self.depths = depths(parents)
         self._first = first
         self._path_of = [i for i, nodes in enumerate(self.new_nodes) for _ in nodes]
 
     def row(self, node: int) -> int:
-        """Row in which a node is computed."""
+        """Number of the row in which a node is computed."""
         return self.rows[self._path_of[node]]
 
     def position(self, node: int) -> int:
-        """Position of a node's key and value."""
+        """Position of the key and value of a node in its sequence."""
         return self._first + self.depths[node] - 1
 
     def write(self, tokens: Sequence[int], length: int) -> None:
@@ -69,7 +69,7 @@ class TreePaths:
             self._batch.tokens[self.row(node), length + self.depths[node] - 1] = token
 
     def ancestors(self, node: int) -> list[int]:
-        """Nodes on the path from the root to ``node``, inclusive."""
+        """Nodes on the path from the root to ``node``, including ``node``."""
         found: list[int] = []
         while node >= 0:
             found.append(node)
@@ -77,7 +77,7 @@ class TreePaths:
         return found[::-1]
 
     def prefix_copies(self) -> SlotCopies:
-        """Copies of the sequence's tokens in the same block as the first tokens of the tree."""
+        """Copies of the sequence's tokens in the same block as the first tokens of the tree, to the other paths."""
         positions = np.arange(self._first // self._block_size * self._block_size, self._first)
         sources = self._slots(self.rows[0], positions)
         targets = [self._slots(row, positions) for row in self.rows[1:]]
@@ -87,7 +87,7 @@ class TreePaths:
         """Copies of nodes shared by several paths, to all but the first of these paths.
 
         Args:
-            depth: depth of the nodes; None: all.
+            depth: depth of the nodes to copy; None: all depths.
         """
         sources, targets = list[int](), list[int]()
         for row, nodes in zip(self.rows[1:], self.new_nodes[1:], strict=True):
@@ -98,14 +98,14 @@ class TreePaths:
         return SlotCopies(np.array(sources, np.int64), np.array(targets, np.int64))
 
     def accepted_copies(self) -> SlotCopies:
-        """Copies of accepted nodes of other paths to the sequence's blocks."""
+        """Copies of accepted nodes from the blocks of other paths to the blocks of the sequence."""
         moved = [node for node in self.accepted if self._path_of[node]]
         sources = [self.slot(self.row(node), node) for node in moved]
         targets = [self.slot(self.rows[0], node) for node in moved]
         return SlotCopies(np.array(sources, np.int64), np.array(targets, np.int64))
 
     def slot(self, row: int, node: int) -> int:
-        """Slot of a node's key and value in a row's blocks."""
+        """Slot of the key and value of a node in the blocks of a row."""
         return int(self._slots(row, np.array([self.position(node)]))[0])
 
     def _slots(self, row: int, positions: np.ndarray) -> np.ndarray:
@@ -127,14 +127,14 @@ class TreeMemory:
         self.block_size = block_size
         self.rows = rows
         self.blocks = range(num_blocks)
-        """Scratch blocks."""
+        """Numbers of the scratch blocks, set by ``init_cache``."""
 
     def init_cache(self, num_blocks: int) -> None:
         """Use the last of the KV cache's ``num_blocks`` blocks as scratch blocks."""
         self.blocks = range(num_blocks - len(self.blocks), num_blocks)
 
     def new_rows(self) -> TreeRows:
-        """An allocator of all rows and scratch blocks."""
+        """Create an allocator to which all rows and scratch blocks are free."""
         return TreeRows(self)
 
 
@@ -168,11 +168,11 @@ def with_paths(
     num_states: np.ndarray,
     first_states: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """Arguments of ``InputBatch.flatten`` with an additional item for each path of a tree, after the item of its
-    sequence. Tokens and states stay in the order of the nodes.
+    """Arguments of ``InputBatch.flatten`` with an additional item for each further path of a tree, after the item of
+    its sequence. The order of tokens and states does not change.
 
     Args:
-        trees: row → paths of its tree.
+        trees: row number → paths of the row's tree.
     """
     items: list[tuple[int, int, int, int, bool]] = []
     firsts = repeat(False, len(rows)) if first_states is None else first_states.tolist()
@@ -191,6 +191,6 @@ def with_paths(
 
 
 def joined(copies: Iterable[SlotCopies]) -> SlotCopies:
-    """Concatenate copies."""
+    """Concatenate ``copies``, which must not be empty."""
     sources, targets = zip(*copies, strict=True)
     return SlotCopies(np.concatenate(sources), np.concatenate(targets))

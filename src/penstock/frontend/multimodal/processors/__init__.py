@@ -35,8 +35,8 @@ def read_image_processor(
 
     Args:
         kwargs: ``mm_processor_kwargs``.
-        limit: largest number of pixels of an image.
-        token_id: returns the id of a token, by its name.
+        limit: maximum number of pixels of an image.
+        token_id: returns the id of a token, given its text; None: no such token.
 
     Raises ``PenstockError``: ``invalid`` if a file is malformed, ``unsupported`` for another kind of processor.
     """
@@ -55,8 +55,8 @@ def read_image_processor(
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Configuration of the image processor: ``image_processor`` in ``processor_config.json``, or else the separate
-    file; empty if there is neither."""
+    """Configuration of the image processor: ``image_processor`` of ``processor_config.json``, otherwise the content of
+    ``preprocessor_config.json``; empty if both are absent."""
     result: dict[str, Any] = {}
     for name in FILES:
         if not (folder / name).is_file():

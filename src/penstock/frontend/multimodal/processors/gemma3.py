@@ -31,15 +31,16 @@ class PanAndScan:
     """Smallest width or height of a crop in pixels."""
     max_crops: int = 4
     min_ratio: float = 1.2
-    """Smallest ratio of the longer to the shorter side of images that are cropped."""
+    """Smallest aspect ratio (longer to shorter side) of an image that is cropped."""
 
     def with_kwargs(self, given: Mapping[str, Any]) -> PanAndScan:
-        """Apply the fields that are not null. Raises ``PenstockError`` (``invalid``) for invalid values."""
+        """Apply the given options that are not None. Raises ``PenstockError`` (``invalid``) for invalid values."""
         ratio, enabled = given.get("pan_and_scan_min_ratio_to_activate"), given.get("do_pan_and_scan")
         if ratio is not None and not (isinstance(ratio, int | float) and 0 < ratio < math.inf):
-            raise invalid("mm_processor_kwargs", "pan_and_scan_min_ratio_to_activate must be more than 0", 0)
+            message = f"pan_and_scan_min_ratio_to_activate must be more than 0, is {ratio!r:.50}"
+            raise invalid("mm_processor_kwargs", message, 0)
         if not isinstance(enabled, bool | None):
-            raise invalid("mm_processor_kwargs", "do_pan_and_scan must be true or false")
+            raise invalid("mm_processor_kwargs", f"do_pan_and_scan must be true or false, is {enabled!r:.50}")
         return PanAndScan(
             self.enabled if enabled is None else enabled,
             read_count(given, "pan_and_scan_min_crop_size", self.min_size),
@@ -48,7 +49,7 @@ class PanAndScan:
         )
 
     def boxes(self, height: int, width: int) -> list[tuple[int, int, int, int]]:
-        """Left, top, right and bottom of each crop of an image; empty if it is not cropped."""
+        """Left, top, right and bottom of each crop of an image, in pixels; empty if the image is not cropped."""
         longer, shorter = max(height, width), min(height, width)
         if not self.enabled or longer / shorter < self.min_ratio:
             return []
@@ -69,12 +70,12 @@ KWARGS = (
     "pan_and_scan_max_num_crops",
     "pan_and_scan_min_ratio_to_activate",
 )
-"""Names in ``mm_processor_kwargs``."""
+"""Supported names in ``mm_processor_kwargs``."""
 
 
 @dataclass(frozen=True)
 class Gemma3Processor(ImageProcessor):
-    """Image processor of Gemma 3."""
+    """Resizes images and their crops to squares (Gemma 3)."""
 
     image_start: int
     """Id of the token that chat templates write for an image."""
@@ -115,7 +116,8 @@ def read_gemma3(files: ProcessorFiles) -> Gemma3Processor:
     config, given = files.config, files.image_processor
     size, edge = read_edges(given.get("size"), 224), int(config["vision_config"]["image_size"])
     if size != (edge, edge):
-        message = f"{files.folder} has an image processor for {size[1]} x {size[0]} pixels, and an encoder for {edge}"
+        message = f"{files.folder} has an image processor for {size[1]} x {size[0]} pixels, and an encoder for {edge}: "
+        message += "both must be equal"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     start, placeholder, end = (str(files.tokenizer.get(name) or default) for name, default in NAMES.items())
     image_start = files.token_id(start)

@@ -24,7 +24,7 @@ MAX_TILES = 256
 
 @dataclass(frozen=True)
 class InternVLProcessor(ImageProcessor):
-    """Image processor of InternVL."""
+    """Splits images into square tiles, followed by a thumbnail (InternVL)."""
 
     start: int
     end: int
@@ -42,11 +42,12 @@ class InternVLProcessor(ImageProcessor):
         check_kwargs(kwargs, ("crop_to_patches", "min_patches", "max_patches"))
         tiled = kwargs.get("crop_to_patches")
         if not isinstance(tiled, bool | None):
-            raise invalid("mm_processor_kwargs", "crop_to_patches must be true or false")
+            raise invalid("mm_processor_kwargs", f"crop_to_patches must be true or false, is {tiled!r:.50}")
         smallest = read_count(kwargs, "min_patches", self.min_tiles, MAX_TILES)
         largest = read_count(kwargs, "max_patches", self.max_tiles, MAX_TILES)
         if smallest > largest:
-            raise invalid("mm_processor_kwargs", f"min_patches must be at most max_patches ({largest})", largest)
+            message = f"min_patches must be at most max_patches ({largest}), is {smallest}"
+            raise invalid("mm_processor_kwargs", message, largest)
         return replace(self, tiled=self.tiled if tiled is None else tiled, min_tiles=smallest, max_tiles=largest)
 
     def __call__(self, image: Image, num_images: int = 1) -> TokenizedImage:
@@ -84,7 +85,8 @@ def read_internvl(files: ProcessorFiles) -> InternVLProcessor:
     size, edge = read_edges(given.get("size"), 448), config["vision_config"]["image_size"]
     edge = int(edge[0] if isinstance(edge, list) else edge)
     if size != (edge, edge):
-        message = f"{files.folder} has an image processor for tiles of {size}, and an encoder for {edge} pixels"
+        message = f"{files.folder} has an image processor for tiles of {size}, and an encoder for {edge} pixels: "
+        message += "both must be equal"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     start, end = (files.token_id(str(files.tokenizer.get(name) or default)) for name, default in NAMES.items())
     if start is None or end is None:

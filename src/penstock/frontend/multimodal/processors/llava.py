@@ -24,15 +24,15 @@ KINDS = ("CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor")
 
 @dataclass(frozen=True)
 class LlavaProcessor(ImageProcessor):
-    """Image processor of LLaVA 1.5."""
+    """Resizes images to one square, with padding or a center crop (LLaVA 1.5)."""
 
     shortest_edge: int
-    """Shorter side of the resized image before the center crop; 0: resized to a square without a crop."""
+    """Shorter side in pixels of the resized image before the center crop; 0: resize to a square, do not crop."""
     edge: int
     """Width and height of the encoder's input in pixels."""
     num_features: int
     pad: bool
-    """Pad images to squares first."""
+    """Pad images to squares before they are resized."""
     resizing: Resizing
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> LlavaProcessor:
@@ -79,7 +79,8 @@ def read_llava(files: ProcessorFiles) -> ImageProcessor:
     cut = read_edges(given.get("crop_size"), shortest or edge) if crop or (crop is None and not siglip) else None
     resized = cut if shortest else read_edges(size, edge)
     if resized != (edge, edge) or (cut or resized) != (edge, edge) or 0 < shortest < edge:
-        message = f"{files.folder} has an image processor for {resized or size}, and an encoder for {edge} pixels"
+        message = f"{files.folder} has an image processor for {resized or size}, and an encoder for {edge} pixels: "
+        message += "both must be equal"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     skipped = config["vision_feature_select_strategy"] == "default"
     return LlavaProcessor(
@@ -94,7 +95,7 @@ def read_llava(files: ProcessorFiles) -> ImageProcessor:
 
 @dataclass(frozen=True)
 class OneVisionProcessor(ImageProcessor):
-    """Image processor of LLaVA-OneVision."""
+    """Resizes images to a square thumbnail and square tiles (LLaVA-OneVision)."""
 
     anyres: Anyres
     resizing: Resizing
@@ -104,7 +105,7 @@ class OneVisionProcessor(ImageProcessor):
         return self
 
     def __call__(self, image: Image, num_images: int = 1) -> ImageInput:
-        """Resize the image to a thumbnail, followed by tiles of the image if it is the only one in the prompt."""
+        """Resize the image to a thumbnail, followed by tiles of the image if the prompt has no other image."""
         from PIL import Image as pillow
 
         if num_images > 1:
@@ -149,10 +150,14 @@ def read_onevision(files: ProcessorFiles) -> OneVisionProcessor:
     given, anyres = files.image_processor, read_anyres(files.config)
     size, pinpoints = read_edges(given.get("size"), 384), given.get("image_grid_pinpoints")
     if size != (anyres.edge, anyres.edge) or given.get("do_center_crop") or given.get("crop_size"):
-        message = f"{files.folder} has an image processor for tiles of {size}, and an encoder for {anyres.edge} pixels"
+        message = (
+            f"{files.folder} has an image processor for tiles of {size}, and an encoder for {anyres.edge} pixels: "
+        )
+        message += "both must be equal"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     if pinpoints is not None and tuple(map(tuple, pinpoints)) != anyres.resolutions:
-        message = f"{files.folder} has different image_grid_pinpoints for the image processor and the encoder"
+        message = f"{files.folder} has different image_grid_pinpoints for the image processor and the encoder: "
+        message += "both must be equal"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     return OneVisionProcessor(
         placeholder=int(files.config["image_token_index"]),

@@ -21,15 +21,15 @@ BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 
 @dataclass(frozen=True)
 class PixtralProcessor(ImageProcessor):
-    """Image processor of Pixtral."""
+    """Resizes images to multiples of a feature's size, within a maximum size (Pixtral)."""
 
     row_end: int
-    """Id of the token after each row except the last."""
+    """Id of the token after each row of features except the last row."""
     image_end: int
     edge: int
     """Width and height of a feature in pixels."""
     size: tuple[int, int]
-    """Largest height and width of images."""
+    """Largest height and width of images in pixels."""
     resizing: Resizing
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> PixtralProcessor:
@@ -37,7 +37,7 @@ class PixtralProcessor(ImageProcessor):
         if kwargs.get("size") is None:
             return self
         if not isinstance(kwargs["size"], Mapping) or kwargs["size"].keys() != {"longest_edge"}:
-            raise invalid("mm_processor_kwargs", "size must have longest_edge")
+            raise invalid("mm_processor_kwargs", f"size must have only longest_edge, is {kwargs['size']!r:.50}")
         longest = read_count(kwargs["size"], "longest_edge", 0)
         return replace(self, size=(longest, longest))
 
@@ -47,7 +47,8 @@ class PixtralProcessor(ImageProcessor):
             height, width = math.floor(height / ratio), math.floor(width / ratio)
         rows, columns = -(-height // self.edge), -(-width // self.edge)
         if not rows or not columns:
-            raise invalid("image", f"an image of {image.width} x {image.height} pixels is too narrow")
+            message = f"an image of {image.width} x {image.height} pixels is too narrow to be resized to at most "
+            raise invalid("image", f"{message}{self.size[1]} x {self.size[0]} pixels")
         height, width = rows * self.edge, columns * self.edge
         self.resizing.check(1, height, width)
         tile = self.resizing.resize(to_rgb(image), height, width)

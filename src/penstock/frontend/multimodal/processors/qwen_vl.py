@@ -22,7 +22,7 @@ PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Ernie4_5_VLM
 MAX_ASPECT_RATIO = 200
 MAX_VALUE = 2**31
 KWARGS = ("min_pixels", "max_pixels", "size")
-"""Names in ``mm_processor_kwargs``."""
+"""Supported names in ``mm_processor_kwargs``."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class QwenVLProcessor(ImageProcessor):
         check_kwargs(kwargs, KWARGS)
         smallest, largest = read_pixel_limits(kwargs, self.min_pixels, self.max_pixels)
         if not all(isinstance(value, int) and 1 <= value <= MAX_VALUE for value in (smallest, largest)):
-            raise invalid("mm_processor_kwargs", "numbers of pixels must be integers of at least 1", 1)
+            given = f"min_pixels is {smallest!r:.20}, max_pixels is {largest!r:.20}"
+            message = f"numbers of pixels must be integers of at least 1, and at most {MAX_VALUE}; {given}"
+            raise invalid("mm_processor_kwargs", message, 1)
         return replace(self, min_pixels=smallest, max_pixels=largest)
 
     def __call__(self, image: Image, num_images: int = 1) -> ImageInput:
@@ -53,11 +55,11 @@ class QwenVLProcessor(ImageProcessor):
 def smart_resize(
     height: int, width: int, edge: int, min_pixels: int, max_pixels: int, frames: int = 1, rounded: int = 1
 ) -> tuple[int, int]:
-    """Height and width as multiples of ``edge``, with about the same aspect ratio, and pixels within limits.
+    """New height and width: multiples of ``edge``, about the same aspect ratio, a number of pixels within the limits.
 
     Args:
-        frames: number of frames to which the limits of pixels apply in total.
-        rounded: ``frames``, rounded to a multiple of the frames that share features.
+        frames: number of frames; their total number of pixels is limited.
+        rounded: ``frames``, rounded to a multiple of the number of frames that share features.
 
     Raises ``PenstockError`` (``invalid``) for an aspect ratio above ``MAX_ASPECT_RATIO``.
     """
@@ -91,15 +93,15 @@ def read_qwen_vl(files: ProcessorFiles) -> QwenVLProcessor:
         resizing=read_resizing(files, PROCESSORS),
     )
     if processor.edge < 1:
-        raise ValueError("patch_size or merge_size is out of range")
+        raise ValueError(f"patch_size {patch} times merge_size {merge} is less than 1")
     return processor
 
 
 def read_pixel_limits(given: Mapping[str, Any], smallest: Any, largest: Any) -> tuple[Any, Any]:
-    """Smallest and largest number of pixels, from ``min_pixels`` and ``max_pixels``, or else ``size``."""
+    """Smallest and largest number of pixels, from ``min_pixels`` and ``max_pixels``; where absent, from ``size``."""
     size = given.get("size") or {}
     if not isinstance(size, Mapping):
-        raise invalid("mm_processor_kwargs", "size must have shortest_edge and longest_edge")
+        raise invalid("mm_processor_kwargs", f"size must have shortest_edge and longest_edge, is {size!r:.50}")
     smallest = size.get("shortest_edge", size.get("min_pixels", smallest))
     largest = size.get("longest_edge", size.get("max_pixels", largest))
     by_name = given.get("min_pixels"), given.get("max_pixels")

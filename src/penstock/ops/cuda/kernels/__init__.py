@@ -1,1 +1,1 @@
-"""Triton kernels. The modules of ``ops.cuda`` launch them; ``reference`` documents the ops."""
+"""Triton kernels, which the modules of ``ops.cuda`` launch. ``reference`` documents the ops."""

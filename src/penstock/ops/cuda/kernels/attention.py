@@ -1,10 +1,10 @@
 """Kernels of attention over the paged KV cache: a plan of the work, attention, and the reduction of split sequences.
 
 The bits of a query depend only on its sequence. Positions are processed in tiles, and tiles are grouped in splits, both
-at absolute positions. Each split has a separate maximum, sum and accumulator, which are merged into those of the
-previous splits in order: by the program that processes the splits, or, if a sequence's splits are divided among
-programs, by the reduction. Masked positions add zeros and do not change the maximum, so that tiles in which a query
-sees nothing may be processed or not, as other queries need.
+at absolute positions. Each split has a separate maximum, sum and accumulator, which are merged with the results of the
+previous splits in order: by the program that processes the splits, or, if the splits of a sequence are divided among
+programs, by the reduction. Masked positions add zeros and do not change the maximum. Therefore it does not matter for a
+query if tiles without a visible position are processed, because other queries need them.
 """
 
 import triton
@@ -13,15 +13,16 @@ import triton.language as tl
 from .elementwise import tanh
 
 HEADER = tl.constexpr(4)
-"""Number of integers of a plan before its arrays: items, splits per item, rows to reduce, and one unused."""
+"""Number of integers of a plan before its arrays: number of items, splits per item, rows to reduce, and an unused
+integer."""
 NEG_INF = tl.constexpr(float("-inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def visible_end(first_position, length, TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
-    """End of the positions that queries of a tile attend to: their positions, or without ``CAUSAL`` also later ones,
-    with a window as many as before them."""
+    """End of the positions to which queries of a tile attend: with ``CAUSAL`` the end of the queries' positions,
+    otherwise the end of the sequence, or of the window of ``WINDOW - 1`` positions after a query."""
     if CAUSAL:
         end = tl.minimum(first_position + TOKENS, length)
     elif WINDOW:
@@ -33,7 +34,8 @@ def visible_end(first_position, length, TOKENS: tl.constexpr, WINDOW: tl.constex
 
 @triton.jit
 def visible_start(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
-    """First position that a query attends to: of its window, or with CHUNKED of its chunk of WINDOW positions."""
+    """First position to which a query attends: the start of its window, or with CHUNKED of its chunk of WINDOW
+    positions."""
     return position // WINDOW * WINDOW if CHUNKED else tl.maximum(position - WINDOW + 1, 0)
 
 
@@ -41,7 +43,7 @@ def visible_start(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
 def num_splits(
     count, length, TOKENS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, CAUSAL: tl.constexpr = True
 ):
-    """Maximum number of splits that queries of one tile of a sequence attend to."""
+    """Maximum number of splits to which the queries of one tile of a sequence attend."""
     splits = (length + SPLIT - 1) // SPLIT
     if WINDOW:
         visible: tl.constexpr = WINDOW + TOKENS - 2 if CAUSAL else 2 * WINDOW + TOKENS - 3
@@ -51,7 +53,7 @@ def num_splits(
 
 @triton.jit
 def load_seqs(query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK: tl.constexpr):
-    """Loads the numbers of queries, tiles of queries, and splits of the sequences from ``first``."""
+    """Loads the numbers of queries, tiles of queries, and splits of ``BLOCK`` sequences from number ``first`` on."""
     at = first + tl.arange(0, BLOCK)
     inside = at < num_seqs
     start = tl.load(query_start_loc + at, mask=inside, other=0)
@@ -77,13 +79,15 @@ def plan(
 ):
     """Plans the work items of a step, in one program.
 
-    An item is one tile of queries with all its splits or, for a split sequence, with some of them. A sequence is split
-    if it has more splits than a program's fair share, and its partial results fit into the workspace, which has room
-    for ``capacity`` splits of a token. Sequences with one tile of queries go first, as they have no other parallelism.
+    An item is one tile of queries with all its splits or, for a split sequence, with some of its splits. A sequence is
+    split if it has more splits than the fair share of a program, and its partial results fit into the workspace, which
+    can hold ``capacity`` splits of a token. Sequences with one tile of queries have priority, since they have no other
+    parallelism.
 
     Args:
-        out: ``[HEADER + 3 * num_seqs]`` int32. The arrays: the number of items up to the end of each sequence, its
-            first split in the workspace (-1: not split), and the number of split tokens up to its end.
+        out: ``[HEADER + 3 * num_seqs]`` int32: the header, then three arrays with an entry per sequence: the number of
+            items up to its end, its first split in the workspace (-1: not split), and the number of split tokens up to
+            its end.
         target_items: desired number of items.
     """
     work = tl.zeros([], tl.int64)
@@ -129,7 +133,8 @@ def plan(
 
 @triton.jit
 def find_sequence(ends, number, num_seqs):
-    """Binary search of the first sequence whose end is above ``number``. Returns it and the end of the previous one."""
+    """Binary search of the first sequence with an end above ``number``. Returns this sequence and the end of the
+    previous one."""
     low, high = tl.zeros([], tl.int32), num_seqs - 1
     while low < high:
         middle = (low + high) // 2
@@ -140,8 +145,8 @@ def find_sequence(ends, number, num_seqs):
 
 @triton.jit
 def sum_halves(x):
-    """Sum rows, whose size is a power of two, in a fixed order, as ``sum_pairs`` does. Here, distant columns are added
-    first, which are in one thread after a matrix product."""
+    """Sum rows in a fixed order, like ``sum_pairs``. The size of a row is a power of two. Distant columns are added
+    first: after a matrix product, they are in the same thread."""
     for _ in tl.static_range(8):
         if x.shape[1] > 1:
             x = tl.sum(x.reshape([x.shape[0], 2, x.shape[1] // 2]), 1)
@@ -150,13 +155,14 @@ def sum_halves(x):
 
 @triton.jit
 def finite_max(largest):
-    """Reference of exponents: the maximum, or 0 if it is minus infinity, as infinities have no difference."""
+    """Value to subtract from exponents: the maximum, or 0 if the maximum is minus infinity (the difference of two
+    infinities would be NaN)."""
     return tl.where(largest == NEG_INF, 0.0, largest)
 
 
 @triton.jit
 def merge_factors(largest, split_largest):
-    """Returns the maximum of a split and the previous ones, and the factors of the sums and accumulators of the
+    """Returns the maximum of a split and the previous splits, and the factors for the sums and accumulators of the
     previous splits (``alpha``) and of the split (``beta``)."""
     new = tl.maximum(largest, split_largest)
     relative = finite_max(new)
@@ -165,14 +171,14 @@ def merge_factors(largest, split_largest):
 
 @triton.jit
 def merge(largest, total, acc, split_largest, split_total, split_acc):
-    """Merges a split's maximum, sum and accumulator into those of the previous splits."""
+    """Merges the maximum, sum and accumulator of a split with the results of the previous splits."""
     new, alpha, beta = merge_factors(largest, split_largest)
     return new, total * alpha + split_total * beta, acc * alpha[:, None] + split_acc * beta[:, None]
 
 
 @triton.jit
 def inverse_sum(total, largest, sinks, head, valid):
-    """Inverse of the sum of weights. Rows that are not queries have no weights.
+    """Inverse of the sum of weights; 1 for padding rows, which have no weights.
 
     Args:
         sinks: sink logit of each head, or None.
@@ -187,10 +193,10 @@ def inverse_sum(total, largest, sinks, head, valid):
 def finish_split(
     acc, beta, alpha, inverse, memory, out, loaded, stored, finished, first, SIZE: tl.constexpr, IN_MEMORY: tl.constexpr
 ):
-    """Merges rows of a split's accumulator into those of the previous splits if these are in memory (``loaded``), and
-    writes them there (``stored``), or normalized to the output (``finished``).
+    """Merges rows of a split's accumulator with the accumulator of the previous splits in ``memory`` (``loaded``).
+    Writes the result to ``memory`` (``stored``), or normalized to the output (``finished``).
 
-    This is done for 32 columns at a time, as threads exchange what they store through shared memory, and full rows
+    The kernel does this for 32 columns at a time: threads exchange stored values through shared memory, and full rows
     would need too many registers and too much shared memory within the loop.
     """
     if acc.shape[1] > 32:
@@ -248,17 +254,17 @@ def attention(
 ):
     """Attention of the items of a plan, which are distributed over programs round-robin.
 
-    A row of a tile is a query head of a token: a tile has ``ROWS // GROUP_TILE`` tokens, and for each ``GROUP_TILE`` of
+    A row of a tile is a query head of a token. A tile has ``ROWS // GROUP_TILE`` tokens, each with ``GROUP_TILE`` of
     the ``GROUP`` heads that share keys and values.
 
     Args:
         scale: softmax scale times log2(e); with CAP, the factor of scores before tanh.
-        sinks: see ``inverse_sum``.
+        sinks: argument of ``inverse_sum``.
         partial, partial_sums: accumulators, ``[rows, HEAD_DIM]``, and maxima and sums, ``[rows, 2]``. The first rows
-            are those of split sequences, one per split of a token and head; from ``first_row``, each program has
+            belong to split sequences, one per split of a token and head; from ``first_row`` on, each program has
             ``ROWS`` rows.
-        IN_MEMORY: keep the merged results in these rows of the program instead of registers. For tiles with few
-            queries, that costs nothing, and leaves registers for two programs per multiprocessor.
+        IN_MEMORY: keep the merged results in the program's rows of ``partial`` instead of registers. For tiles with few
+            queries, this costs no time, and leaves registers for two programs per multiprocessor.
         CAP: soft cap of the scores times log2(e); 0: off.
     """
     HEAD_TILES: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
@@ -270,7 +276,7 @@ def attention(
     items, share = tl.load(plan), tl.load(plan + 1)
     programs = tl.num_programs(0)
     for turn in range(0, (items + programs - 1) // programs):
-        # Every other turn is reversed, as items of the ends of long sequences precede those of their beginnings.
+        # Every other turn is reversed: items at the end of a long sequence, which take longer, precede earlier ones.
         program = tl.program_id(0)
         item = turn * programs + tl.where(turn % 2 == 0, program, programs - 1 - program)
         if item < items:
@@ -285,7 +291,7 @@ def attention(
             splits = num_splits(count, length, TOKENS, WINDOW, SPLIT, CAUSAL)
             items_per_tile = tl.where(partial_start >= 0, (splits + share - 1) // share, 1)
             number -= first_item
-            # The last queries, which attend to most positions, come first, so that programs end together.
+            # The last queries, which attend to most positions, are processed first, so that programs end together.
             first_token = ((count + TOKENS - 1) // TOKENS - 1 - number // items_per_tile) * TOKENS
             first_position = length - count + first_token
             end_position = visible_end(first_position, length, TOKENS, WINDOW, CAUSAL)
@@ -313,13 +319,13 @@ def attention(
             if not IN_MEMORY:
                 all_largest, all_total, all_acc = largest, total, acc
             target = out + (start + token).to(tl.int64) * out_stride + head * HEAD_DIM
-            # Tiles that are not masked for any query.
+            # Tiles from full_start to full_end are visible to all queries, and need no mask.
             full_end = visible_end(first_position, length, 1, WINDOW, CAUSAL) // TILE
             last_position = tl.minimum(first_position + TOKENS, length)
             full_start = (visible_start(last_position - 1, WINDOW, CHUNKED) + TILE - 1) // TILE if WINDOW else 0
             for tile in tl.range(begin, end):
                 at = tile * TILE + columns
-                # Positions that no query attends to may hold NaN: scores are masked, and values when they are loaded.
+                # Positions to which no query attends may hold NaN: mask the scores, and the values when loading them.
                 in_range = (at >= visible_from) & (at < end_position)
                 if PAGE % TILE == 0:  # a block contains the tile: one address and constant offsets
                     block = tl.load(table + tile * TILE // PAGE).to(tl.int64)
@@ -439,7 +445,7 @@ def reduce(
         length = tl.load(seq_lens + sequence)
         partial_start = tl.load(plan + 4 + num_seqs + sequence)
         splits = num_splits(count, length, TOKENS, WINDOW, SPLIT, CAUSAL)
-        # As in attention, for the tile that contains the token.
+        # The same range of splits as in attention, for the tile that contains the token.
         first_position = length - count + token // TOKENS * TOKENS
         end_position = visible_end(first_position, length, TOKENS, WINDOW, CAUSAL)
         first_split = visible_start(first_position, WINDOW, CHUNKED) // SPLIT if WINDOW else 0

@@ -9,7 +9,7 @@ def sum_pairs(x):
     """Sum over the last dimension, a power of two: adjacent elements first, then adjacent sums, and so on.
 
     The order of ``tl.sum`` depends on how the compiler distributes a tensor over threads, which may differ between
-    kernels. This order is fixed, and costs the same, as the first sums are within a thread.
+    kernels. The order of ``sum_pairs`` is fixed, and costs no time, since the first sums are within a thread.
     """
     for _ in tl.static_range(16):
         if x.shape[-1] > 1:
@@ -19,13 +19,14 @@ def sum_pairs(x):
 
 @triton.jit
 def inverse_rms(x, size, eps):
-    """Inverse RMS of rows that are zero-padded to a power of two."""
+    """Inverse RMS of rows of ``size`` elements, padded with zeros to a power of two."""
     return tl.rsqrt(sum_pairs(x * x) / size + eps)
 
 
 @triton.jit
 def scale_by_weights(x32, weights, dtype: tl.constexpr):
-    """Multiply normalized values by weights. Round before if these have ``dtype``, after if they are float32."""
+    """Multiply normalized float32 values by weights. Weights of ``dtype``: round the values before the multiplication;
+    float32 weights: round the result."""
     if weights.dtype == dtype:
         return x32.to(dtype) * weights
     return (x32 * weights).to(dtype)
@@ -33,7 +34,7 @@ def scale_by_weights(x32, weights, dtype: tl.constexpr):
 
 @triton.jit
 def rms_norm(x, weight, out, stride, group_size, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row: row ``program % group_size`` of a token, whose rows are contiguous."""
+    """RMS norm. One program per row: row ``program % group_size`` of a token; the rows of a token are contiguous."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -47,7 +48,7 @@ def rms_norm(x, weight, out, stride, group_size, eps, SIZE: tl.constexpr, BLOCK:
 
 @triton.jit
 def add_rms_norm(x, residual, weight, out, stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row."""
+    """Addition of ``x`` to the residual stream, then RMS norm. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -62,7 +63,8 @@ def add_rms_norm(x, residual, weight, out, stride, eps, SIZE: tl.constexpr, BLOC
 
 @triton.jit
 def layer_norm(x, weight, bias, out, stride, group_size, weight_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row: row ``program % group_size`` of a token, with weights ``weight_stride`` apart."""
+    """Layer norm. One program per row: row ``program % group_size`` of a token. The weights of these rows are
+    ``weight_stride`` elements apart."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -101,7 +103,7 @@ def rotate(low, high, table, position, size, columns, inside):
 def rope(
     x, positions, table, out, stride, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A block of heads of a token."""
+    """Rotary embedding of a block of heads of a token."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -130,7 +132,7 @@ def rope_partial(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """A block of heads of a token, of which the first ``2 * HALF`` elements are rotated."""
+    """Rotary embedding of the first ``2 * HALF`` elements of a block of heads of a token."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -140,7 +142,7 @@ def rope_partial(
     at = heads[:, None] * DIM + first[None]
     low = tl.load(x + token * stride + at, mask=inside, other=0.0)
     high = tl.load(x + token * stride + distance + at, mask=inside, other=0.0)
-    position = tl.maximum(tl.load(positions + token), 0)  # arbitrary for padding
+    position = tl.maximum(tl.load(positions + token), 0)  # padding may have any position
     out_low, out_high = rotate(low, high, table, position, HALF, columns, columns < HALF)
     target = out + token * (HEADS * DIM)
     tl.store(target + at, out_low.to(low.dtype), mask=inside)
@@ -153,7 +155,7 @@ def rope_partial(
 
 @triton.jit
 def tanh(x):
-    """tanh with error 1e-7 (Cephes; Moshier, 1984)."""
+    """tanh with an error of at most 1e-7 (Cephes; Moshier, 1984)."""
     square = x * x
     p = -5.70498872745e-3 * square + 2.06390887954e-2
     p = p * square - 5.37397155531e-2
@@ -165,7 +167,7 @@ def tanh(x):
 
 @triton.jit
 def apply_activation(x, FUNCTION: tl.constexpr):
-    """A function of ``ACTIVATIONS``, for float32."""
+    """Function of ``ACTIVATIONS`` in float32."""
     if FUNCTION == "silu":
         result = x / (1.0 + tl.exp(-x))
     elif FUNCTION == "gelu":
@@ -182,9 +184,9 @@ def apply_activation(x, FUNCTION: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, FUNCTION: tl.constexpr):
-    """``activation_and_mul`` for float32."""
+    """``activation_and_mul`` in float32."""
     if FUNCTION == "swigluoai":
-        gate = tl.where(gate > 7.0, 7.0, gate)  # NaN is kept
+        gate = tl.where(gate > 7.0, 7.0, gate)  # unlike tl.minimum, keeps NaN
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         result = (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
     else:
@@ -203,7 +205,7 @@ def activation(
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of columns of a row; if GATED, times those of the row's second half."""
+    """Activation of a block of columns of a row; if GATED, times the same columns of the row's second half."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -218,7 +220,7 @@ def activation(
 
 @triton.jit
 def scale(x, out, stride, factor, cap, SIZE: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of columns of a row."""
+    """Scaling and soft cap of a block of columns of a row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE

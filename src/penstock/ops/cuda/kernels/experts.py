@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def _argmax(values, index):
-    """Lowest index of the largest value. NaN is never the largest."""
+    """Lowest index of the largest value, ignoring NaN."""
     clean = tl.where(values == values, values, float("-inf"))
     return tl.min(tl.where(clean == tl.max(clean, 0), index, 1 << 30), 0)
 
@@ -87,8 +87,9 @@ def route(
 def group_assignments(
     ids, assignments, tile_experts, first, experts, count, BT: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Writes the assignments of an expert in ascending order, in separate tiles of BT (``assignments``), and the expert
-    of each tile (``tile_experts``). Other entries stay -1. SIZE is ``experts`` rounded up to a power of two."""
+    """Writes the assignments of an expert in ascending order to ``assignments``, in separate tiles of BT entries, and
+    the expert of each tile to ``tile_experts``. All other entries keep the value -1. SIZE is ``experts``, rounded up
+    to a power of two."""
     expert = tl.program_id(0)
     index = tl.arange(0, SIZE)
     counts = tl.zeros((SIZE,), tl.int32)
@@ -124,7 +125,7 @@ def combine(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: token, block of columns."""
+    """Weighted sum of the experts' outputs. Grid: token, block of columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

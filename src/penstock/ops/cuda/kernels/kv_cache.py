@@ -1,7 +1,7 @@
-"""Kernels that write to the paged KV cache, and copy between it and transfer buffers.
+"""Kernels that write to the paged KV cache, or copy between the cache and transfer buffers.
 
 A layer's cache is ``[blocks, 2, kv_heads, block_size, head_dim]``, with ``[blocks, 2, kv_heads, block_size]`` float32
-scales if it is quantized. Blocks contain all layers (``block_stride``).
+scales if it is quantized. A block contains all layers, so that blocks of a layer are ``block_stride`` elements apart.
 """
 
 import triton
@@ -10,8 +10,9 @@ import triton.language as tl
 from .elementwise import inverse_rms, rotate
 
 MIN_MAGNITUDE = tl.constexpr(1e-30)
+"""Vectors up to this magnitude are quantized to zeros."""
 ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2**23: adding it rounds to an integer, half to even."""
+"""1.5 * 2**23: adding and subtracting this number rounds to an integer, half to even."""
 
 
 @triton.jit
@@ -31,8 +32,8 @@ def store_vector(
     QUANTIZATION: tl.constexpr,
     columns,
 ):
-    """Stores both halves of a key (part 0) or value (part 1), each ``[1, columns]`` and zero beyond the half. A
-    negative slot stores nothing."""
+    """Stores both halves of a key (part 0) or value (part 1), each ``[1, columns]`` and padded with zeros. Does nothing
+    for a negative slot."""
     inside = (columns < tl.where(slot >= 0, HALF, 0))[None]
     block, offset = slot // PAGE, slot % PAGE
     row = (part * KV_HEADS + head) * PAGE + offset
@@ -71,7 +72,7 @@ def store_kv(
     QUANTIZATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: token, head."""
+    """Stores keys and values. Grid: token, KV head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_mapping + token)
     columns = tl.arange(0, BLOCK)
@@ -87,14 +88,14 @@ def store_kv(
 
 @triton.jit
 def norm_and_rotate(x, weight, table, position, eps, heads, HEADS, HALF: tl.constexpr, columns, BLOCK: tl.constexpr):
-    """Norm and rotary embedding of heads, with the bits of ``rms_norm`` and ``rope``. Returns both halves ``[heads,
-    columns]`` in the dtype of ``x``, their offsets, and mask."""
+    """Norm and rotary embedding of heads, with the same bits as ``rms_norm`` and ``rope``. Returns both halves
+    ``[heads, columns]`` in the dtype of ``x``, their offsets, and their mask."""
     at = heads[:, None] * (2 * HALF) + columns[None]
     inside = (heads < HEADS)[:, None] & (columns < HALF)[None]
     low, high = tl.load(x + at, mask=inside, other=0.0), tl.load(x + HALF + at, mask=inside, other=0.0)
     dtype = low.dtype
     if weight is not None:
-        # Both halves are loaded again as one row, so that the sum is that of rms_norm.
+        # Load both halves again as one row, so that the sum has the same bits as in rms_norm.
         full_columns = tl.arange(0, BLOCK)
         full_mask = (heads < HEADS)[:, None] & (full_columns < 2 * HALF)[None]
         x32 = tl.load(x + heads[:, None] * (2 * HALF) + full_columns[None], mask=full_mask, other=0.0).to(tl.float32)
@@ -134,10 +135,10 @@ def rope_and_store(
     HALF_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: token, KV head. Includes the queries of the KV head."""
+    """Norm and rotary embedding of queries and keys; stores keys and values. Grid: token, KV head with its queries."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_mapping + token)
-    position = tl.maximum(tl.load(positions + token), 0)  # arbitrary for padding
+    position = tl.maximum(tl.load(positions + token), 0)  # padding may have any position
     columns = tl.arange(0, HALF_BLOCK)
 
     queries = q + token * q_stride + head * (GROUP * 2 * HALF)
@@ -186,8 +187,8 @@ def transfer_kv(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copies keys or values of a token to a transfer buffer, or from it (IMPORT). Grid: token, part (0: keys, 1:
-    values). All elements are 32 bits: a vector has ``ELEMENTS``, and if quantized one more, its scale."""
+    """Copies keys or values of a token to a transfer buffer, or with IMPORT from the buffer. Grid: token, part (0:
+    keys, 1: values). Elements have 32 bits: a vector has ``ELEMENTS`` elements, followed by its scale if quantized."""
     token, part = tl.program_id(0), tl.program_id(1)
     buffer_position, slot = tl.load(places + token), tl.load(slot_mapping + token)
     heads, elements = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None]

@@ -1,7 +1,7 @@
 """Kernels of multi-head latent attention (MLA): products with a matrix per head, and attention over a latent cache.
 
-A layer's cache is ``[blocks, 1, 1, block_size, head_dim]``: a token's vector is the key of all heads, and its first
-``LATENT`` elements are their value. The rotary part follows.
+A layer's cache is ``[blocks, 1, 1, block_size, head_dim]``. The vector of a token is the key of all heads; its first
+``LATENT`` elements are also the value of all heads, its last elements the rotary part of the key.
 """
 
 import triton
@@ -27,7 +27,8 @@ def linear_by_head(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: block of tokens, block of outputs, head. ``weight`` is ``[heads, OUTPUTS, INPUTS]``."""
+    """Products of each head with its matrix in ``weight``, ``[heads, OUTPUTS, INPUTS]``. Grid: block of tokens, block
+    of outputs, head."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(2).to(tl.int64)
@@ -46,8 +47,8 @@ def linear_by_head(
 
 @triton.jit
 def rotate_heads(x, table, position, heads, head_stride, HEADS, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, columns):
-    """Rotates rotary vectors of some heads: halves, or adjacent elements (INTERLEAVED). Returns both parts ``[heads,
-    columns]`` in the dtype of ``x``, their offsets within a head, and mask."""
+    """Rotates the rotary vectors of heads: halves, or adjacent elements (INTERLEAVED). Returns both parts ``[heads,
+    columns]`` in the dtype of ``x``, their offsets within a head, and their mask."""
     first = columns * 2 if INTERLEAVED else columns
     second = first + 1 if INTERLEAVED else first + HALF
     inside = (heads < HEADS)[:, None] & (columns < HALF)[None]
@@ -90,10 +91,11 @@ def latent_rope_and_store(
     DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    """Grid: token, part (0: store the token's vector unless its slot is negative; others: rotate some queries)."""
+    """Rotary embedding of queries and keys; stores the vectors of tokens. Grid: token, part (0: store the token's
+    vector unless its slot is negative; 1, 2, …: rotate the queries of ROWS heads)."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_mapping + token)
-    position = tl.maximum(tl.load(positions + token), 0)  # arbitrary for padding
+    position = tl.maximum(tl.load(positions + token), 0)  # padding may have any position
     columns = tl.arange(0, HALF_BLOCK)
     if part > 0:
         heads = (part - 1) * ROWS + tl.arange(0, ROWS)
@@ -162,8 +164,8 @@ def latent_attention(
     DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
 ):
-    """Like ``attention.attention`` with ``IN_MEMORY``, where all heads share a key, whose beginning is the value: it is
-    read once for both products."""
+    """``attention.attention`` with ``IN_MEMORY`` for a latent cache. All heads share a key, and the value is the
+    beginning of the key: a vector is read once for both products."""
     HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     TOKENS: tl.constexpr = ROWS // HEAD_TILE
     HEAD_DIM: tl.constexpr = LATENT + ROPE
@@ -211,7 +213,7 @@ def latent_attention(
             target = out + ((start + token).to(tl.int64) * HEADS + head) * LATENT
             for tile in tl.range(begin, end):
                 at = tile * TILE + columns
-                mask = at < end_position  # positions that no query attends to may hold NaN
+                mask = at < end_position  # positions to which no query attends may hold NaN
                 block = tl.load(table + at // PAGE, mask=mask, other=0).to(tl.int64)
                 key = values + (block * block_stride + at % PAGE * HEAD_DIM)[:, None]
                 k = tl.load(key + dims[None], mask=mask[:, None] & (dims < LATENT)[None], other=0.0)

@@ -1,5 +1,5 @@
-"""Kernels of LoRA. As in products, weights are the rows of the matrix instruction, and tokens its columns; tokens of
-other adapters are zeros."""
+"""Kernels of LoRA. Weights are the rows of the matrix instruction, and tokens its columns (see ``matrix.py``). Tokens
+with other adapters are replaced by zeros."""
 
 import triton
 import triton.language as tl
@@ -22,8 +22,8 @@ def shrink(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Products of a block of tokens and ROWS rows of an adapter's ``a`` (``[slots, max_rank, inputs]``), over SPLIT
-    inputs, to ``partial``, ``[splits, tokens, max_rank]`` float32. Ranks that an adapter lacks are not written."""
+    """Writes the products of a block of tokens and ROWS rows of an adapter's ``a`` (``[slots, max_rank, inputs]``),
+    over SPLIT inputs, to ``partial``, ``[splits, tokens, max_rank]`` float32. Only ranks of the adapter are written."""
     split, rank_tiles = tl.program_id(1), max_rank // ROWS
     slot = tl.program_id(2) // rank_tiles
     first_rank = tl.program_id(2) % rank_tiles * ROWS
@@ -65,8 +65,8 @@ def expand(
     BT: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Adds an adapter's products with BN rows of ``b`` (``[slots, outputs, max_rank]``) to its tokens. ``spans``
-    (``[slots, tiles, 2]``) is the range of ranks that are nonzero in these rows."""
+    """Adds the products with BN rows of an adapter's ``b`` (``[slots, outputs, max_rank]``) to the outputs of its
+    tokens. ``spans`` (``[slots, tiles, 2]``) is the range of ranks that are nonzero in these rows."""
     slot, tile = tl.program_id(2), tl.program_id(0)
     token = tl.program_id(1) * BT + tl.arange(0, BT)
     token_mask = tl.load(row_slots + token, mask=token < tokens, other=-1) == slot

@@ -1,11 +1,11 @@
 """Kernels of products with matrices, and of embeddings.
 
 Weights are the rows of the matrix instruction (``acc[BN, BT] += weights[BN, BK] @ inputs[BT, BK].T``), tokens its
-columns. So any number of tokens uses the same instruction (on Hopper ``wgmma`` with 64 rows), which sums over the
+columns. Thus any number of tokens uses the same instruction (on Hopper ``wgmma`` with 64 rows), which sums over the
 inputs in ascending order in one accumulator, and a token's bits do not depend on BN, BT and BK. A program computes the
-first ``8 * row_groups`` of the BN rows; the others are zeros that are not read, so that small matrices use all
-multiprocessors, too. With GATED (the activation of a gate), it computes as many outputs, of two rows each. Kernels are
-compiled once for any number of rows, with and without a bias.
+first ``8 * row_groups`` of the BN rows. The other rows are zeros that are not read, so that small matrices also use all
+multiprocessors. With GATED (the activation of a gate), a program computes the same number of outputs from two rows
+each. Kernels are compiled once for any number of rows, with and without a bias.
 
 Packed weights are stored in panels of 64 outputs, and within a panel in blocks of inputs, so that a program reads
 memory sequentially.
@@ -17,22 +17,22 @@ import triton.language as tl
 from .elementwise import gated
 
 PANEL = tl.constexpr(64)
-"""Outputs of a panel."""
+"""Number of outputs of a panel."""
 BLOCK = tl.constexpr(128)
-"""Inputs of a block of 8-bit weights: 128 bytes per row."""
+"""Number of inputs of a block of 8-bit weights: 128 bytes per row."""
 GROUP = tl.constexpr(8)
-"""Number of consecutive tiles of tokens over the same weights, so that concurrent programs read few of either from
-memory, and the rest from L2."""
+"""Number of consecutive tiles of tokens with the same weights, so that concurrent programs read most tokens and weights
+from L2."""
 ASM = tl.constexpr(not triton.knobs.runtime.interpret)
-"""True if inline assembly converts weights, four at a time; converting each takes three times as many instructions. The
-interpreter does not support inline assembly."""
+"""Convert weights by inline assembly, four at a time, which takes a third of the instructions of separate conversions.
+False in the interpreter, which does not support inline assembly."""
 
 
 @triton.jit
 def _widen_int8(weights, dtype: tl.constexpr):
-    """Convert 8-bit integers to ``dtype``. Bytes become the low mantissa bits of numbers with a known exponent, whose
-    contribution is then subtracted exactly."""
-    if ASM and dtype == tl.bfloat16:  # 7 bits: 128 + (q & 127), minus 128 if q is not negative, else minus 256
+    """Convert 8-bit integers to ``dtype``. Bytes become the low mantissa bits of numbers with a known exponent; the
+    contribution of the exponent is then subtracted exactly."""
+    if ASM and dtype == tl.bfloat16:  # 7 mantissa bits: 128 + (q & 127), minus 128 for q >= 0, minus 256 for q < 0
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d;
@@ -52,7 +52,7 @@ def _widen_int8(weights, dtype: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    if ASM and dtype == tl.float16:  # 1024 + 128 + q, minus 1152
+    if ASM and dtype == tl.float16:  # computes (1024 + 128 + q) - 1152
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, one, less;
@@ -76,8 +76,8 @@ def _widen_int8(weights, dtype: tl.constexpr):
 
 @triton.jit
 def _widen_int4(weights, dtype: tl.constexpr):
-    """Convert the low and the high halves of bytes, 4-bit integers, to ``dtype``, times 16. As in ``_widen_int8``, with
-    8 added to each: to 128 in bfloat16, to 1024 in float16."""
+    """Convert 4-bit integers q, the low and the high halves of bytes, to ``16 * q`` in ``dtype``, with the method of
+    ``_widen_int8``: ``q + 8`` is the mantissa of 128 in bfloat16, of 1024 in float16."""
     if ASM and dtype == tl.int8:
         return tl.inline_asm_elementwise(
             """{
@@ -92,7 +92,7 @@ def _widen_int4(weights, dtype: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    if ASM and dtype == tl.bfloat16:  # times 16, minus 16 * (128 + 8)
+    if ASM and dtype == tl.bfloat16:  # computes 16 * (128 + 8 + q) - 16 * (128 + 8)
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d, times, less;
@@ -117,9 +117,7 @@ def _widen_int4(weights, dtype: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    if (
-        ASM and dtype == tl.float16
-    ):  # a nibble in the mantissa of 1024; one FMA scales it by 16, and subtracts 16 * (1024 + 8)
+    if ASM and dtype == tl.float16:  # computes 16 * (1024 + 8 + q) - 16 * (1024 + 8)
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d, times, less;
@@ -149,8 +147,8 @@ def _widen_int4(weights, dtype: tl.constexpr):
 
 @triton.jit
 def _as_float16(codes):
-    """Convert 4-bit floating-point codes (e2m1) with inverted sign to float16, times 2 ** -14: exponent and mantissa
-    become the low bits of float16's exponent and the high bit of its mantissa."""
+    """Convert 4-bit floating-point codes (e2m1) with inverted sign to float16, times 2 ** -14: their exponent becomes
+    the low bits of float16's exponent, their mantissa the high bit of float16's mantissa."""
     bits = ((codes & 7) << 9) | (((codes & 8) ^ 8) << 12)
     return bits.to(tl.int16).to(tl.float16, bitcast=True)
 
@@ -176,8 +174,8 @@ def _program_tile(tokens, outputs, row_groups, BT: tl.constexpr):
 
 @triton.jit
 def _token_rows(first_token, tokens, assignments, tile_experts, per_row, BT: tl.constexpr):
-    """Returns a program's rows of ``x`` and of ``out``, their mask, and the expert whose matrix they are multiplied by;
-    -1 if the tile is unused."""
+    """Returns the rows of ``x`` and of ``out`` of a program, their mask, and the expert for these rows (0 without
+    experts, -1 for an unused tile)."""
     token = first_token + tl.arange(0, BT)
     if assignments is None:
         x_row, out_row, mask, expert = token, token, token < tokens, 0
@@ -189,8 +187,9 @@ def _token_rows(first_token, tokens, assignments, tile_experts, per_row, BT: tl.
 
 @triton.jit
 def _weight_rows(first, size, row_groups, BN: tl.constexpr, GATED: tl.constexpr):
-    """Returns a program's rows of the matrix, and their mask. With GATED, ``first`` counts outputs of two rows each,
-    and every eight rows of the first half are followed by eight of the second: one thread has both."""
+    """Returns the rows of the matrix of a program, and their mask. With GATED, ``first`` counts outputs of two rows
+    each, and eight rows of the first half alternate with eight rows of the second half, so that one thread has both
+    rows of an output."""
     row = tl.arange(0, BN)
     if GATED is not None:
         output = first + row // 16 * 8 + row % 8
@@ -217,7 +216,7 @@ def _store_tile(
     BN: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Adds the bias, applies the gate, and stores a tile. A product is rounded to DTYPE before it is gated."""
+    """Adds the bias, applies the gate, and stores a tile. Products are rounded to DTYPE before the gate is applied."""
     acc += tl.load(bias + rows, mask=row_mask & (rows < num_biases), other=0.0)[:, None]
     SIZE: tl.constexpr = BN // 2 if GATED is not None else BN
     if GATED is not None:
@@ -262,10 +261,10 @@ def product(
 ):
     """Products of unquantized weights, or 8-bit weights with one scale per output.
 
-    Weights are ``[outputs, inputs]``, or with GATED ``[2 * outputs, inputs]``. If ``scales`` is None, they are in
-    row-major order and in the dtype of the inputs. Else they are 8 bits, packed, and the inputs are either 8 bits with
-    a scale per token, padded to whole blocks, or in DTYPE, to which weights are converted. EVEN: BK divides the number
-    of inputs of ``x``.
+    Weights are ``[outputs, inputs]``, or with GATED ``[2 * outputs, inputs]``. If ``scales`` is None, weights are in
+    row-major order and in the dtype of the inputs. Otherwise weights have 8 bits and are packed, and the inputs either
+    have 8 bits with a scale per token, padded to whole blocks, or are in DTYPE, to which weights are converted. EVEN:
+    BK divides the number of inputs of ``x``.
 
     With ``assignments`` (``experts.group_assignments``, ``[num_rows]``), the matrices of experts are ``weight_size``
     weights and ``scales_size`` scales apart, and a tile of tokens consists of assignments of the expert in
@@ -355,13 +354,13 @@ def product_int4(
     inputs.
 
     A block has two groups of inputs: one in the low halves of its bytes, the other in the high halves. Weights are
-    converted to 8-bit integers by moving them to the high half, which multiplies them by 16, takes one instruction for
-    four weights, and handles the sign; scales are divided by 16. UNROLL blocks are loaded at a time. EVEN: they divide
-    the inputs of ``x``. After all groups, offsets are added, times the sums of the groups' inputs (``x_sums``,
-    ``[groups, tokens]``).
+    converted to 8-bit integers by moving them to the high half of a byte. This multiplies them by 16, takes one
+    instruction for four weights, and extends the sign; scales are divided by 16. UNROLL blocks are loaded at a time.
+    EVEN: UNROLL blocks divide the inputs of ``x``. After all groups, the offsets times the sums of the groups' inputs
+    (``x_sums``, ``[groups, tokens]``) are added.
 
-    Triton prefetches the operands of matrix instructions. Scales are not among them, and are loaded one iteration ahead
-    here; with two iterations, Triton would no longer prefetch.
+    Triton prefetches only the operands of matrix instructions. Therefore this kernel loads scales one iteration ahead;
+    with two iterations, Triton would no longer prefetch.
     """
     first_output, first_token = _program_tile(num_rows, outputs, row_groups, BT)
     x_row, out_row, token_mask, expert = _token_rows(first_token, tokens, assignments, tile_experts, per_row, BT)
@@ -380,7 +379,7 @@ def product_int4(
     weight_at = weight + (panel * (PANEL * SIZE) + rows % PANEL * SIZE)[:, None] + k[None, :]
     scales_at = scales + panel * (2 * PANEL) + rows % PANEL
     x_at = x + x_row.to(tl.int64)[:, None] * x_stride + k[None, :]
-    OFFSETS_AT_ONCE: tl.constexpr = 128 // BT  # groups whose offsets are loaded at a time, as registers allow
+    OFFSETS_AT_ONCE: tl.constexpr = 128 // BT  # number of groups for which registers can hold the offsets
     INTEGERS: tl.constexpr = x.dtype.element_ty == tl.int8
     SUM: tl.constexpr = tl.int32 if INTEGERS else tl.float32
     acc = tl.zeros((BN, BT), tl.float32)
@@ -462,8 +461,8 @@ def product_fp8_blocks(
     BT: tl.constexpr,
 ):
     """Products of e4m3 weights with a scale per 128 x 128 block, and inputs with a scale per token and 128 inputs
-    (``x_scales`` is ``[blocks, tokens]``). A block of inputs is summed by the matrix instructions, and added to the
-    outputs in float32. Scales are loaded as in ``product_int4``."""
+    (``x_scales`` is ``[blocks, tokens]``). Matrix instructions sum a block of inputs, and the sums are added to the
+    outputs in float32. Scales are loaded one iteration ahead, like in ``product_int4``."""
     first_output, first_token = _program_tile(num_rows, outputs, row_groups, BT)
     x_row, out_row, token_mask, expert = _token_rows(first_token, tokens, assignments, tile_experts, per_row, BT)
     if assignments is not None:
@@ -535,14 +534,14 @@ def quantize_rows(
     SIZE: tl.constexpr,
     ITEMS: tl.constexpr,
 ):
-    """Quantizes a row of activations to 8 bits, zero-padded to ``padded``: the largest magnitude of the row, or of each
-    ITEMS elements with GROUPED, becomes MAX. ``values`` are integers or e4m3. Blocks of ROTATION inputs are rotated
-    first."""
+    """Quantizes a row of activations to 8-bit integers or e4m3, padded with zeros to ``padded`` elements: the largest
+    magnitude of the row, or with GROUPED of ITEMS elements, becomes MAX. Blocks of ROTATION inputs are rotated
+    before."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, SIZE)[:, None] * ITEMS + tl.arange(0, ITEMS)[None, :]
     values_in = tl.load(x + row * x_stride + at, mask=at < inputs, other=0.0).to(tl.float32)
     values_in = _rotate_blocks(values_in, ROTATION)
-    # Rows with NaN get an infinite scale, and so no finite product.
+    # Rows with NaN get an infinite scale, so that their products are not finite.
     magnitude = tl.where(values_in == values_in, tl.abs(values_in), float("inf"))
     maximum = tl.max(magnitude, 1)
     if not GROUPED:
@@ -566,7 +565,8 @@ def quantize_rows(
 
 @triton.jit
 def sum_groups(x, sums, inputs, groups, x_stride, SIZE: tl.constexpr, GROUPS: tl.constexpr):
-    """Sums of groups of SIZE inputs of a row, to ``[groups, tokens]``; GROUPS per program."""
+    """Writes the sums of groups of SIZE inputs to ``sums``, ``[groups, tokens]``. A program sums GROUPS groups of a
+    row."""
     row, tokens = tl.program_id(0), tl.num_programs(0)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -593,8 +593,8 @@ def gather_rows(
     ROTATION: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Loads row ``ids[program]`` of a matrix and undoes its rotation. Ids of other rows write nothing. BITS is 0 for a
-    row-major unquantized matrix."""
+    """Copies row ``ids[program] - first`` of a matrix to ``out``, dequantized and unrotated. Nothing is written for ids
+    of rows outside the matrix. BITS is 0 for a row-major unquantized matrix."""
     token = tl.program_id(0)
     row = tl.load(ids + token) - first
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

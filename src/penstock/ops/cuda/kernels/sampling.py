@@ -1,28 +1,28 @@
 """Kernels of sampling: argmax, grammar bitmasks, and random sampling without a sort.
 
-Weights of random sampling are float32 in [0, 1], which are ordered like their bits. Top-k and top-p keep tokens whose
-bits are above ``edge``, and those with exactly these bits whose id is at most ``last``.
+Weights of random sampling are float32 in [0, 1]; such numbers have the same order as their bits. Top-k and top-p keep
+tokens with bits above ``edge``, and tokens with bits equal to ``edge`` and an id of at most ``last``.
 """
 
 import triton
 import triton.language as tl
 
 ONE = tl.constexpr(0x3F800000)
-"""Bits of the weight 1, the largest."""
+"""Bits of the largest weight, 1."""
 FIRST_BOUNDS = tl.constexpr((1, 0x3A800000, 0x3D800000))
 """Initial bounds of a search: bits of the smallest weight, of 1/1024 and of 1/16."""
 
 
 @triton.jit
 def is_allowed(bitmask, columns, inside):
-    """True for columns whose bit is set in a row's bitmask."""
+    """True for columns with a set bit in the row's bitmask."""
     bits = tl.load(bitmask + columns // 32, mask=inside, other=0)
     return ((bits >> (columns % 32)) & 1) != 0
 
 
 @triton.jit
 def apply_bitmask(logits, bitmask, columns_count, stride, bitmask_stride, BLOCK: tl.constexpr):
-    """Grid: row, block of columns."""
+    """Sets forbidden logits to minus infinity. Grid: row, block of columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < columns_count
@@ -32,7 +32,7 @@ def apply_bitmask(logits, bitmask, columns_count, stride, bitmask_stride, BLOCK:
 
 @triton.jit
 def first_of_largest(values, indices):
-    """Returns the largest value (NaN if there is one) and the lowest index that has it."""
+    """Returns the largest value (NaN if a value is NaN), and its lowest index."""
     is_nan = values != values
     largest = tl.max(tl.where(is_nan, float("-inf"), values), 0)
     if tl.max(is_nan.to(tl.int32), 0) != 0:
@@ -45,7 +45,7 @@ def first_of_largest(values, indices):
 
 @triton.jit
 def argmax_blocks(logits, bitmask, values, indices, columns_count, stride, bitmask_stride, BLOCK: tl.constexpr):
-    """Grid: row, block of columns. Writes the block's largest logit and its column."""
+    """Writes the largest logit of a block, and its column. Grid: row, block of columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < columns_count
@@ -60,7 +60,7 @@ def argmax_blocks(logits, bitmask, values, indices, columns_count, stride, bitma
 
 @triton.jit
 def argmax_rows(values, indices, out_values, out_indices, blocks, BLOCKS: tl.constexpr):
-    """One program per row. Selects the largest of the results of its blocks."""
+    """Selects the largest result of a row's blocks. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS)
     inside = at < blocks
@@ -73,7 +73,7 @@ def argmax_rows(values, indices, out_values, out_indices, blocks, BLOCKS: tl.con
 
 @triton.jit
 def log_softmax(logits, out, columns_count, stride, BLOCK: tl.constexpr):
-    """One program per row."""
+    """Log softmax. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, columns_count, BLOCK):
@@ -96,7 +96,7 @@ def log_softmax(logits, out, columns_count, stride, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "stride", "k"])
 def topk(values, ids, out_values, out_ids, count, stride, k, BLOCK: tl.constexpr):
-    """Grid: row, block. Selects the ``k`` largest values of the block; ties go to the lower id.
+    """Selects the ``k`` largest values of a block; ties go to the lower id. Grid: row, block.
 
     Args:
         ids: ids of the values; None: their columns.
@@ -126,9 +126,9 @@ def topk(values, ids, out_values, out_ids, count, stride, k, BLOCK: tl.constexpr
 
 @triton.jit
 def load_entries(row, start, BLOCK: tl.constexpr):
-    """Loads a block of a row's entries: of all tokens, or of the list of ``list_entries``.
+    """Loads a block of a row's entries: entries of all tokens, or of the list written by ``list_entries``.
 
-    Returns weights, 0 for those that are not kept; token ids; and the mask of entries.
+    Returns weights (0 for entries that are not kept), token ids, and the mask of entries.
     """
     logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last = row
     at = start + tl.arange(0, BLOCK)
@@ -148,13 +148,14 @@ def load_entries(row, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def sum_by_4(x):
-    """Sums of four adjacent elements, which are in one thread."""
+    """Sums of four adjacent elements; the four are in one thread."""
     return tl.sum(x.reshape(x.shape[0] // 4, 4), 1)
 
 
 @triton.jit
 def count_and_sum(row, low, middle, high, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Counts a row's entries whose bits are at least each of three bounds; with BY_MASS, also sums them in float64."""
+    """Counts the entries of a row with bits of at least ``low``, ``middle`` and ``high``; with BY_MASS, also sums the
+    entries in float64. Without BY_MASS, the returned sums are the counts."""
     counts0 = tl.zeros((BLOCK // 4,), tl.int32)
     counts1 = tl.zeros((BLOCK // 4,), tl.int32)
     counts2 = tl.zeros((BLOCK // 4,), tl.int32)
@@ -180,8 +181,8 @@ def count_and_sum(row, low, middle, high, BY_MASS: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def list_entries(row, low, BLOCK: tl.constexpr):
-    """Store the entries of a row whose bits are at least ``low`` in a list, in the order of token ids, so that the
-    following passes only read those. Returns their number."""
+    """Writes the entries of a row with bits of at least ``low`` to a list, in the order of token ids, so that later
+    passes only read this list. Returns its length."""
     listed_weights, listed_ids = row[1], row[2]
     listed = 0
     for start in range(0, row[4], BLOCK):
@@ -191,13 +192,13 @@ def list_entries(row, low, BLOCK: tl.constexpr):
         tl.store(listed_weights + positions, weights, mask=selected != 0)
         tl.store(listed_ids + positions, token_ids, mask=selected != 0)
         listed += tl.sum(selected, 0)
-    tl.debug_barrier()  # other threads read the list
+    tl.debug_barrier()  # waits for the list, since other threads read it
     return listed
 
 
 @triton.jit
 def nth_of_equal(row, edge, n, BLOCK: tl.constexpr):
-    """Token id of the ``n``-th entry (from 1) whose bits are ``edge``."""
+    """Token id of the ``n``-th entry (counted from 1) with bits equal to ``edge``."""
     before = 0
     found = 0x7FFFFFFF
     for start in range(0, row[4], BLOCK):
@@ -211,16 +212,17 @@ def nth_of_equal(row, edge, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def truncate(row, top, MAX_LISTED: tl.constexpr, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Keep the most likely entries until their number reaches ``top``, or with ``BY_MASS`` until their sum reaches the
+    """Keeps the most likely entries until their number reaches ``top``, or with ``BY_MASS`` until their sum reaches the
     fraction ``top`` of the total. Returns the changed fields of the row: ``is_listed``, ``count``, ``edge``, ``last``.
 
-    The edge is the largest weight such that it and larger weights suffice. It is searched by its bits: each pass over
-    the row reduces the range to a quarter. Once few entries are at or above the lower bound, they are stored in a list.
+    The edge is the largest weight for which the entries with at least this weight reach the limit. The kernel searches
+    its bits: each pass over the row reduces the range to a quarter. Once at most MAX_LISTED entries are at or above the
+    lower bound, they are written to a list.
     """
     logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last = row
     low, high = 0, ONE + 1
     count_low, count_high = count, 0
-    above = tl.zeros((), tl.float64)  # number of entries with bits of at least ``high``; with BY_MASS their sum
+    above = tl.zeros((), tl.float64)  # number (with BY_MASS sum) of entries with bits of at least ``high``
     limit = top
     bound0, bound1, bound2 = FIRST_BOUNDS[0], FIRST_BOUNDS[1], FIRST_BOUNDS[2]
     is_first = True
@@ -277,7 +279,7 @@ def sample_random(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """One program per row.
+    """Samples a token with temperature, min-p, top-k and top-p. One program per row.
 
     Args:
         listed_weights, listed_ids: ``[rows, MAX_LISTED]``, memory for ``list_entries``.
@@ -305,7 +307,7 @@ def sample_random(
         row = (logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last)
         is_listed, count, edge, last = truncate(row, top_p, MAX_LISTED, True, BLOCK)
 
-    # Invert the cumulative distribution: find the block by the sums of blocks, then the entry in it.
+    # Invert the cumulative distribution: find the block by the sums of blocks, then the entry in this block.
     row = (logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last)
     for start in range(0, count, BLOCK):
         weights, _, _ = load_entries(row, start, BLOCK)
@@ -316,7 +318,7 @@ def sample_random(
     ends = tl.cumsum(sums, 0)
     threshold = tl.load(uniforms + index) * tl.max(ends, 0)
     block = tl.min(tl.where((ends > threshold) & (sums > 0), blocks, BLOCKS), 0)
-    block = tl.minimum(block, tl.max(tl.where(sums > 0, blocks, 0), 0))  # if rounding leaves none
+    block = tl.minimum(block, tl.max(tl.where(sums > 0, blocks, 0), 0))  # if rounding leaves no block
     before = tl.sum(tl.where(blocks == block, ends - sums, 0.0), 0)
     weights, token_ids, _ = load_entries(row, block * BLOCK, BLOCK)
     cumulative = before + tl.cumsum(weights.to(tl.float64), 0)

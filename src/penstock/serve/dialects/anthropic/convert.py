@@ -25,6 +25,7 @@ from penstock.serve.http.body import require
 from .schema import CALL_ID_PREFIX, Block, CountTokensRequest, Message, MessagesRequest, Tool
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+"""Anthropic's ``tool_choice`` type → ``tool_choice`` of a chat request."""
 
 
 def to_chat_request(request: CountTokensRequest, variables: Collection[str], images: bool = False) -> ChatRequest:
@@ -34,7 +35,7 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
         variables: variables that the model's chat template reads.
         images: allow images in messages and tool results.
 
-    Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content other than text and images.
+    Raises ``PenstockError``: ``invalid`` (contradictory fields), ``unsupported`` (content other than text and images).
     """
     messages: list[dict[str, Any]] = []
     if system := text_of(request.system or "", "system"):
@@ -66,9 +67,10 @@ def _sampling(request: CountTokensRequest) -> dict[str, Any]:
     thinking = request.thinking
     if thinking and thinking.type == "enabled":
         if thinking.budget_tokens is None:
-            raise invalid("thinking.budget_tokens", "is missing")
+            raise invalid("thinking.budget_tokens", "is missing; the thinking type enabled requires it")
         if thinking.budget_tokens >= request.max_tokens:
-            raise invalid("thinking.budget_tokens", "must be less than max_tokens", request.max_tokens)
+            message = f"must be less than max_tokens ({request.max_tokens}), is {thinking.budget_tokens}"
+            raise invalid("thinking.budget_tokens", message, request.max_tokens)
     names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
     return {name: getattr(request, name) for name in names} | {"stop": request.stop_sequences or None}
 
@@ -79,7 +81,8 @@ def _tools(request: CountTokensRequest) -> dict[str, Any]:
         result["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
     if choice := request.tool_choice:
         if (choice.name is None) == (choice.type == "tool"):
-            raise invalid("tool_choice.name", "is required with the type tool, and only then")
+            missing, excess = "is missing; the type tool requires it", f"requires the type tool, not {choice.type}"
+            raise invalid("tool_choice.name", missing if choice.name is None else excess)
         result["tool_choice"] = named_tool(choice.name) if choice.type == "tool" else CHOICES[choice.type]
         if choice.disable_parallel_tool_use:
             result["parallel_tool_calls"] = False
@@ -95,7 +98,7 @@ def _tool(tool: Tool, path: str) -> dict[str, Any]:
 
 
 def _messages(message: Message, path: str, images: bool) -> list[dict[str, Any]]:
-    """Convert a message to chat messages; its tool results come first."""
+    """Convert a message to chat messages: one for each tool result, then one for the other blocks."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     parts: list[dict[str, Any]] = []
@@ -132,7 +135,7 @@ def _messages(message: Message, path: str, images: bool) -> list[dict[str, Any]]
 
 
 def _result(block: Block, path: str, images: bool) -> str | list[dict[str, Any]]:
-    """The content of a tool result."""
+    """The text of a tool result, or a list of text and image parts if ``images`` is true."""
     return content_of(block.content or "", path, _image) if images else text_of(block.content or "", path)
 
 

@@ -1,4 +1,4 @@
-"""``/v1/models`` in Anthropic's format, for requests with its version header. OpenAI's clients use the same path."""
+"""``/v1/models`` in Anthropic's format, for requests with ``anthropic-version``; OpenAI's clients use the same path."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from .schema import ModelInfo, ModelList
 HEADER = "anthropic-version"
 """Header that only Anthropic's clients send."""
 MAX_LIMIT = 1000
+"""Maximum number of models in a page."""
 DEFAULT_LIMIT = 20
 
 
@@ -41,7 +42,7 @@ class AnthropicRoute(Route):
 
 
 def add_model_routes(routes: Routes, served_models: ServedModels) -> None:
-    """Add Anthropic's model routes. Call this before adding OpenAI's, which match any request."""
+    """Add Anthropic's model routes. Call this before adding OpenAI's model routes, which match any request."""
     created = datetime.fromtimestamp(served_models.created, UTC).isoformat().replace("+00:00", "Z")
 
     def info(service: ServedModel, name: str) -> ModelInfo:
@@ -64,14 +65,14 @@ def add_model_routes(routes: Routes, served_models: ServedModels) -> None:
 
 def _page(models: list[ModelInfo], query: QueryParams) -> ModelList:
     """The page that ``after_id``, ``before_id`` and ``limit`` select. Raises ``PenstockError`` (``invalid``)."""
-    limit = read_decimal(query.get("limit", str(DEFAULT_LIMIT)), MAX_LIMIT)
+    limit = read_decimal(given := query.get("limit", str(DEFAULT_LIMIT)), MAX_LIMIT)
     if not limit:
-        raise invalid("limit", f"must be a number from 1 to {MAX_LIMIT}", MAX_LIMIT)
+        raise invalid("limit", f"must be a number from 1 to {MAX_LIMIT}, is {given[:20]!r}", MAX_LIMIT)
     ids = [model.id for model in models]
     after, before = query.get("after_id"), query.get("before_id")
     for field, name in (("after_id", after), ("before_id", before)):
         if name is not None and name not in ids:
-            raise invalid(field, f"{name[:100]!r} is not a served model")
+            raise invalid(field, f"{name[:100]!r} is not a served model; send an id from another page")
     if after is not None:
         models = models[ids.index(after) + 1 :]
     elif before is not None:

@@ -1,4 +1,4 @@
-"""``/v1/messages`` and ``/v1/messages/count_tokens``."""
+"""Anthropic's Messages API: ``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ SCHEMA_PREFIX = "anthropic."
 
 
 def error_format_of(scope: Scope) -> ErrorFormat | None:
-    """The error format for requests of Anthropic's clients to paths shared with OpenAI's API; otherwise None."""
+    """The error format for requests of Anthropic's clients to paths of OpenAI's API; None for all other requests."""
     return ERROR_FORMAT if scope["path"].startswith("/v1/models") and is_anthropic_client(scope) else None
 
 
 class MessageHandler(ChatGeneration):
-    """Handles one request."""
+    """Handler of one Messages request."""
 
     def __init__(self, service: ServedModel, record: RequestRecord, request: MessagesRequest, size: int) -> None:
         chat = to_chat_request(request, service.template_variables, service.sees_images)
@@ -88,7 +88,7 @@ class MessageHandler(ChatGeneration):
 
 
 class AnthropicRoutes(DialectRoutes):
-    """Reports errors with the field names of Messages requests after a body has been converted."""
+    """Routes of Anthropic's API. Once a body is converted, errors use the field names of Messages requests."""
 
     def convert(self, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
         request = super().convert(fields, schema, raw_request)
@@ -137,15 +137,15 @@ def _block(part: MessagePart) -> Document:
 
 
 class ContentBlockStream:
-    """Builds the events of a streamed message, one content block after another."""
+    """Builder of the events of a streamed message. At most one content block is open at a time."""
 
     def __init__(self) -> None:
         self._index = -1
         self._open = ""
-        """Type of the open block."""
+        """Type of the open content block; empty: no block is open."""
 
     def add(self, delta: Delta) -> bytes:
-        """Add a delta to the content blocks; returns its events."""
+        """Add a delta to the content blocks; returns the encoded events."""
         events = b""
         for part in delta:
             if isinstance(part, CallDelta):
@@ -159,7 +159,7 @@ class ContentBlockStream:
         return events
 
     def end(self) -> bytes:
-        """End the open block; returns its event."""
+        """End the open content block; returns its stop event, or nothing if no block is open."""
         ended = event("content_block_stop", index=self._index) if self._open else b""
         self._open = ""
         return ended
@@ -185,7 +185,7 @@ class ContentBlockStream:
 
 
 def _input(arguments: str) -> Any:
-    """The arguments of a call as an object; empty if they are not a valid JSON object."""
+    """Decode the JSON arguments of a tool call; returns an empty object if they are not a valid JSON object."""
     try:
         result = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Anthropic's requests and responses: a message, or the events of a streamed one."""
+"""Requests, responses and stream events of Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNSUPPORTED_THREAD: dict[str, Any] = {"error_code": "thread_unsupported_request"
 CALL_ID_PREFIX = "toolu_"
 """Prefix of the ids of ``tool_use`` blocks, which some clients check."""
 UNSUPPORTED = {
-    "container": Unsupported("the server does not execute code"),
+    "container": Unsupported("the server does not execute code; leave it out"),
     "thread": Unsupported("the server keeps no state between requests: send the whole conversation"),
     "mcp_servers": Unsupported("the server does not call tools; send their definitions and call them yourself", ([],)),
 }
@@ -61,7 +61,7 @@ class Block(msgspec.Struct, kw_only=True):
     is_error: bool | None = None
     citations: list[Any] | dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
-    """Ignored, like the three fields above."""
+    """Ignored, like ``signature``, ``is_error`` and ``citations``."""
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -99,7 +99,7 @@ class Format(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: Format | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """Passed to chat templates that read it."""
+    """Reasoning effort, passed to chat templates that read it."""
 
 
 class ContextEdit(msgspec.Struct, kw_only=True):
@@ -112,12 +112,12 @@ class ContextManagement(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class CountTokensRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """The fields that determine the prompt."""
+    """Request to count tokens: the fields that determine the prompt."""
 
     reading: ClassVar = Reading(unsupported=UNSUPPORTED)
 
     model: str | None = None
-    """Absent or "default": the served model."""
+    """Name of a served model or adapter; absent or "default": the first model."""
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     system: str | list[Block] | None = None
     tools: list[Tool] | None = None
@@ -208,9 +208,9 @@ def event(kind: str, **fields: Any) -> bytes:
 
 
 def error_of(failure: Failure) -> ErrorResponse:
-    """A failure in Anthropic's format."""
+    """Convert a failure to Anthropic's error response."""
     message = failure.message
-    if failure.code is Code.TOO_LONG:  # clients match this message
+    if failure.code is Code.TOO_LONG:  # clients recognize the error by this message
         message = f"prompt is too long: {failure.value:.0f} tokens > {failure.limit:.0f} maximum"
     details = UNSUPPORTED_THREAD if failure.field == "thread" and failure.code is Code.UNSUPPORTED else UNSET
     return ErrorResponse(
@@ -231,7 +231,7 @@ def usage_of(output: RequestOutput) -> Usage:
 
 
 def stop_reason_of(completion: CompletionOutput, called: bool, max_tokens: int) -> dict[str, Any]:
-    """``stop_reason`` and ``stop_sequence`` of a message."""
+    """The fields ``stop_reason`` and ``stop_sequence`` of a message."""
     if completion.finish_reason == "length":
         reason = "max_tokens" if len(completion.token_ids) >= max_tokens else "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": None}
@@ -251,8 +251,8 @@ class AnthropicErrorFormat(ErrorFormat):
 
 
 ERROR_FORMAT = AnthropicErrorFormat()
-"""Error format until the request is parsed."""
+"""Error format of requests that are not parsed yet."""
 PARSED_ERROR_FORMAT = AnthropicErrorFormat(
     {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
 )
-"""Error format after that: field names of chat requests are replaced by those of Messages requests."""
+"""Error format of parsed requests: field names of chat requests are replaced by field names of Messages requests."""

@@ -1,4 +1,4 @@
-"""BladeLLM's dialect on the shared paths."""
+"""BladeLLM's completions and chats, on the paths of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ Kind = Literal["text_completion", "chat.completion", "chat.completion.chunk"]
 M = TypeVar("M", ChatMessage, ChatDelta)
 
 DEFAULTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "temperature": 1.0}
-"""They apply instead of the checkpoint's ``generation_config.json``."""
+"""Default sampling parameters, used instead of the checkpoint's ``generation_config.json``."""
 SAMPLING_DEFAULTS = ("top_p", "top_k", "min_p", "temperature")
 """Defaults that do not apply to beam search."""
 UNSUPPORTED_FIELDS = ("return_token_ids", "prompt_logprobs")
-"""Fields for whose results BladeLLM's response format has no field."""
+"""Rejected fields: BladeLLM's response format cannot return their results."""
 
 
 class _BladeHandler(ChoiceHandler):
-    """Base of the handlers. Each event has the usage so far."""
+    """Base class of the completion and chat handlers. Each stream event has the token usage so far."""
 
     kind: Kind = "text_completion"
 
@@ -95,7 +95,7 @@ class BladeChatHandler(_BladeHandler, ChatHandler):
 
     async def chunks(self, i: int, output: RequestOutput, completion: CompletionOutput) -> Sequence[msgspec.Struct]:
         chunks = self.delta_choices(completion)
-        if chunks and completion.index not in self._begun_choices:  # the first chunk has the role
+        if chunks and completion.index not in self._begun_choices:  # only the first chunk of a choice has the role
             self._begun_choices.add(completion.index)
             chunks[0].delta.role = "assistant"
         for chunk in chunks:
@@ -113,7 +113,7 @@ class BladeChatHandler(_BladeHandler, ChatHandler):
 
 
 class BladeLLM(SharedPathDialect):
-    """Selected by an ``Authorization`` header with a token but no scheme (Alibaba EAS), or by the profile."""
+    """BladeLLM's dialect, selected by ``--compat`` or an ``Authorization`` header without a scheme (Alibaba EAS)."""
 
     error_format = ERROR_FORMAT
 
@@ -147,7 +147,7 @@ class BladeLLM(SharedPathDialect):
 
 
 def read(fields: dict[str, Any], schema: type[R], service: ServedModel, unknown: UnknownFields) -> R:
-    """Parse a request. ``model`` selects an adapter; other names are ignored.
+    """Parse a request. ``model`` selects a LoRA adapter; a name that is not an adapter is ignored.
 
     Raises ``PenstockError`` as ``convert`` does.
     """
@@ -157,7 +157,8 @@ def read(fields: dict[str, Any], schema: type[R], service: ServedModel, unknown:
         del given["model"]
     for name in UNSUPPORTED_FIELDS:
         if given.get(name) not in (None, False):
-            raise PenstockError(Code.UNSUPPORTED, f"{name}: BladeLLM's response format has no field for it", name)
+            message = f"{name}: BladeLLM's response format has no field for it; leave {name} out"
+            raise PenstockError(Code.UNSUPPORTED, message, name)
     beam_search = given.get("use_beam_search") is True
     defaults = {name: value for name, value in DEFAULTS.items() if not (beam_search and name in SAMPLING_DEFAULTS)}
     if "max_completion_tokens" not in given:
@@ -166,7 +167,7 @@ def read(fields: dict[str, Any], schema: type[R], service: ServedModel, unknown:
 
 
 def model_name(fields: dict[str, Any]) -> str | None:
-    """The ``model`` of a request."""
+    """The ``model`` of a request; None if it is absent or not a string."""
     name = fields.get("model")
     return name if isinstance(name, str) else None
 
@@ -177,7 +178,7 @@ def _choice(choice: OpenAIChoice) -> CompletionChoice:
 
 
 def _adapt(choice: M) -> M:
-    """Remove ``reasoning``: BladeLLM only has ``reasoning_content``."""
+    """Remove ``reasoning``: BladeLLM's messages only have ``reasoning_content``."""
     choice.reasoning = UNSET
     choice.reasoning_content = choice.reasoning_content or UNSET
     return choice

@@ -1,4 +1,4 @@
-"""BladeLLM's responses: one format for full responses and chunks, each with the usage so far."""
+"""BladeLLM's responses. Full responses and stream chunks have the same format, with the token usage so far."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, outputs: list[RequestOutput]) -> Usage:
-        """The usage of all sequences so far, including stop tokens."""
+        """Token usage of all sequences so far, including stop tokens."""
         result = usage_of(outputs)
         return cls(
             prompt_tokens=result.prompt_tokens,
@@ -39,7 +39,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str = ""
-    """Empty until the sequence has finished."""
+    """Reason of the end; empty until the sequence has finished."""
     index: int
     logprobs: CompletionLogprobs | None = None
     text: str

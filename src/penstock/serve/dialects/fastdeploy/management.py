@@ -1,4 +1,4 @@
-"""FastDeploy's management endpoints: ``/config-info``, ``/v1/abort_requests``, and those of ``dynamic_load_weight``."""
+"""FastDeploy's management endpoints: ``/config-info``, ``/v1/abort_requests``, and ``dynamic_load_weight`` routes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..operations import Operator, is_paused, is_sleeping
 PREFIXES = ("chatcmpl-", "cmpl-")
 """Prefixes of response ids; the request id follows."""
 TAGS = {"weight": WEIGHTS, "kv_cache": KV_CACHE}
-"""Tag of FastDeploy's sleep and wakeup → tag of the engine."""
+"""Memory tag of FastDeploy's ``/v1/sleep`` and ``/v1/wakeup`` → memory tag of the engine."""
 
 
 class Abort(RequestBody, kw_only=True, forbid_unknown_fields=True):
@@ -38,12 +38,12 @@ class Abort(RequestBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class UpdateWeightsRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """Reload the weights from the folder of those in use."""
+    """Request to reload the weights from the folder they were loaded from."""
 
     reading: ClassVar = Reading(
         unsupported={
             "version": Unsupported("weights are reloaded from their folder; POST /v1/weights/reload loads another"),
-            "verify_checksum": Unsupported("weights are read from a folder: no transfer to verify", neutral=(False,)),
+            "verify_checksum": Unsupported("weights are read from a folder, not transferred", neutral=(False,)),
         }
     )
 
@@ -55,7 +55,7 @@ SCHEMAS = (Abort, UpdateWeightsRequest)
 
 
 def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) -> None:
-    """Add the routes; those of ``dynamic_load_weight`` require ``server_dev_mode``."""
+    """Add FastDeploy's management routes; the ``dynamic_load_weight`` routes require ``server_dev_mode``."""
     api = DialectRoutes(routes, served_models, schemas=SCHEMAS, failure=ErrorResponse)
 
     async def config_info(_: Request) -> Response:
@@ -80,7 +80,7 @@ def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) 
         return Json({"status": "success", "result": {"aborted": aborted, "not_found": missing}})
 
     api.add("/config-info", config_info, "Server configuration, with secrets masked", access=Access.PRIVATE)
-    summary = "Abort requests of this process, by id or all"
+    summary = "Abort requests of this API process, by id or all"
     api.post("/v1/abort_requests", abort_requests, summary, Abort, access=Access.PRIVATE)
     if served_models.options.server_dev_mode:
         _add_weights(api, operator)

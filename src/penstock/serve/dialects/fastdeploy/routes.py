@@ -45,7 +45,7 @@ from .schema import (
 )
 
 NAME = "fastdeploy"
-"""Name of the compatibility profile."""
+"""Name of the compatibility profile (``--compat``)."""
 ERROR_CODES = {
     Code.INVALID: "invalid_value",
     Code.UNSUPPORTED: "invalid_value",
@@ -61,11 +61,11 @@ METADATA = frozenset(ChatRequest.__struct_fields__).intersection(
     guided_json guided_regex max_tokens min_p min_tokens presence_penalty prompt_token_ids reasoning_max_tokens
     repetition_penalty response_max_tokens seed structural_tag temperature top_k top_p""".split()
 )
-"""Fields that FastDeploy reads from ``metadata`` if the request lacks them: those that have no default there."""
+"""Fields that are read from ``metadata`` if the request lacks them: the fields without a default in FastDeploy."""
 
 
 class FastDeployErrorFormat(OpenAIErrorFormat):
-    """OpenAI's format with FastDeploy's codes, which are strings or null."""
+    """OpenAI's error format with FastDeploy's error codes, which are strings or null."""
 
     dialect = NAME
 
@@ -80,7 +80,7 @@ class FastDeployErrorFormat(OpenAIErrorFormat):
 
 
 class _Handler(ChoiceHandler):
-    """Base of the handlers."""
+    """Base class of the completion and chat handlers."""
 
     def usage(self, outputs: list[RequestOutput]) -> Any:
         return Usage.of(outputs)
@@ -103,7 +103,7 @@ class FastDeployChatHandler(_Handler, ChatHandler):
         """Do nothing: the prompt is in each choice."""
 
     async def document(self, choices: Any, outputs: list[RequestOutput]) -> Any:
-        """Image and video tokens are not counted separately: null if the model takes images, otherwise 0."""
+        """Set image and video tokens to 0, or to null if the model takes images: images are not counted separately."""
         answer: Any = await super().document(choices, outputs)
         details = answer.usage.prompt_tokens_details
         details.image_tokens = details.video_tokens = None if self.service.sees_images else 0
@@ -219,7 +219,7 @@ class FastDeployCompletionHandler(_Handler, CompletionHandler):
 
 
 class FastDeploy(OpenAI):
-    """The default dialect of the shared paths under FastDeploy's profile."""
+    """The default dialect of the shared paths with ``--compat fastdeploy``."""
 
     error_format = FastDeployErrorFormat(FIELD_NAMES)
     chat_error_format = FastDeployErrorFormat(CHAT_FIELD_NAMES)
@@ -228,7 +228,7 @@ class FastDeploy(OpenAI):
 
     def completion(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
         self._read(fields)
-        for name in CHAT_ONLY_FIELDS.intersection(fields):  # FastDeploy ignores all fields it does not know
+        for name in CHAT_ONLY_FIELDS.intersection(fields):  # FastDeploy ignores unknown fields
             del fields[name]
             record_of(raw_request.scope).unknown.ignore("", name)
         if isinstance(fields.get("logprobs"), bool):
@@ -260,9 +260,9 @@ class FastDeploy(OpenAI):
 
 
 def _take_metadata(fields: dict[str, Any]) -> None:
-    """Fill in missing fields from ``metadata``, where older FastDeploy clients send its parameters.
+    """Fill in missing fields from ``metadata``, where older FastDeploy clients send sampling parameters.
 
-    Raises ``PenstockError`` (``invalid``) for ``raw_request``.
+    Raises ``PenstockError`` (``invalid``) if ``metadata`` has a ``raw_request``.
     """
     metadata = fields.get("metadata")
     if not isinstance(metadata, dict):
@@ -279,6 +279,6 @@ def _take_metadata(fields: dict[str, Any]) -> None:
 
 
 def _arrival(output: RequestOutput) -> float | None:
-    """Seconds from a request's first step to its latest token."""
+    """Seconds from a request's first step to its latest token; None before the first token."""
     times = output.times
     return None if times.last_token is None else times.last_token - times.arrived - times.queued

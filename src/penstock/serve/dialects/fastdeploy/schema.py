@@ -1,6 +1,6 @@
 """FastDeploy's responses and stream chunks.
 
-FastDeploy writes every field of a full response, null if it has no value, and omits unset fields from chunks. ``UNSET``
+FastDeploy writes every field of a full response (null without a value) and omits unset fields from chunks. ``UNSET``
 marks a field that a chunk omits.
 """
 
@@ -39,7 +39,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, outputs: list[RequestOutput], num_hidden_tokens: int = 0) -> Self:
-        """Token counts as in a chunk, without image and video tokens."""
+        """Make the token counts of a chunk, without image and video tokens."""
         usage = openai.usage_of(outputs, num_hidden_tokens)
         return cls(
             prompt_tokens=usage.prompt_tokens,
@@ -82,7 +82,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class FirstDelta(msgspec.Struct, kw_only=True):
-    """Delta of the first chunk of a sequence, which has no text yet."""
+    """Delta of the first chunk of a sequence, without generated text."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -137,7 +137,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class FirstCompletionChoice(msgspec.Struct, kw_only=True):
-    """The first chunk of a sequence with ``return_token_ids``, which has no text yet."""
+    """The first chunk of a sequence with ``return_token_ids``, without generated text."""
 
     index: int
     text: str = ""

@@ -13,23 +13,23 @@ from .tensors import Tensor, from_json, in_json, to_json
 
 
 def from_fields(model: Model, document: dict[str, Any], unknown: UnknownFields) -> InferenceRequest:
-    """Parse a request whose inputs are its fields, or fields of its ``parameters``.
+    """Parse a JSON object with one field per input. Inputs may also be in the field ``parameters``.
 
     Args:
-        unknown: collects fields that are not inputs. In Triton they are request parameters, which these models ignore.
+        unknown: collects fields that are not inputs. Triton passes them to the model; Penstock's models ignore them.
 
-    Raises ``PenstockError`` (``invalid``).
+    Raises ``PenstockError`` (``invalid``) for wrong types or values.
     """
     fields = dict(document)
     parameters = fields.pop("parameters", None) or {}
     if not isinstance(parameters, dict):
-        raise invalid("parameters", "must be a JSON object")
+        raise invalid("parameters", f"must be a JSON object, is {str(parameters)[:50]!r}")
     if both := fields.keys() & parameters.keys():
-        raise invalid(min(both), "is given both as a field and in parameters")
+        raise invalid(min(both), "is given both as a field and in parameters; leave one out")
     fields |= parameters
     request_id = fields.pop("id", "")
     if not isinstance(request_id, str | int):
-        raise invalid("id", "must be a string or an integer")
+        raise invalid("id", f"must be a string or an integer, is {str(request_id)[:50]!r}")
     types = {spec.name: spec.datatype for spec in model.inputs}
     inputs: list[Tensor] = []
     for name, value in fields.items():
@@ -45,7 +45,7 @@ def from_fields(model: Model, document: dict[str, Any], unknown: UnknownFields) 
 
 
 async def to_fields(model: Model, infer_request: InferenceRequest, response: ModelResponse) -> dict[str, Any]:
-    """The outputs of a response as fields: a single element as a value, several elements as a list."""
+    """Convert the outputs of a response to fields. The field of an output with one element is a value, not a list."""
     result: dict[str, Any] = {"id": infer_request.id} if infer_request.id else {}
     result |= {"model_name": model.name, "model_version": VERSION}
     result |= {"sequence_id": 0, "sequence_start": False, "sequence_end": False}

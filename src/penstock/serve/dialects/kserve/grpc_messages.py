@@ -1,4 +1,4 @@
-"""Conversion of the protocol's gRPC messages. Requires the extra ``grpc``."""
+"""Conversion of the KServe protocol's gRPC messages. Requires the extra ``grpc``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONTENTS = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-"""Datatype → field of ``InferTensorContents``."""
+"""Datatype → field of ``InferTensorContents`` with the elements."""
 FINAL = "triton_final_response"
 EMPTY_FINAL = "triton_enable_empty_final_response"
 
@@ -66,7 +66,7 @@ def parse_infer_request(request: Any, memory: SharedMemory) -> InferenceRequest:
 def build_infer_response(
     model: Model, infer_request: InferenceRequest, response: ModelResponse, memory: SharedMemory
 ) -> Any:
-    """Build a ``ModelInferResponse``. Outputs requested in shared memory are written there.
+    """Build a ``ModelInferResponse``. Outputs requested in shared memory are written to their regions.
 
     Raises ``PenstockError`` (``invalid``) if a shared memory region is too small.
     """
@@ -95,7 +95,7 @@ def statistics_of(statistics: list[dict[str, Any]]) -> Any:
 
 
 def parse_trace_settings(request: Any) -> dict[str, Any]:
-    """The settings in a ``TraceSettingRequest``; None (no value) resets a setting."""
+    """Name → value of the settings in a ``TraceSettingRequest``; None (no value) resets a setting."""
     settings = {name: list(setting.value) for name, setting in request.settings.items()}
     return {
         name: values if name == "trace_level" and values else next(iter(values), None)
@@ -111,7 +111,7 @@ def build_trace_settings(current: Mapping[str, Any]) -> Any:
 
 
 def parse_log_settings(request: Any) -> dict[str, Any]:
-    """The settings in a ``LogSettingsRequest``."""
+    """Name → value of the settings in a ``LogSettingsRequest``."""
     return parameters(request.settings)
 
 

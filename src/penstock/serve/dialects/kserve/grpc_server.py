@@ -56,32 +56,32 @@ STATUS = {
 }
 UNREADABLE = Failure(Code.INVALID, "body: is not a valid message of this method", "body")
 SLACK = 2**20
-"""Added to the message size limit of gRPC, so that messages up to 1 MiB above the limit get this server's error."""
+"""Bytes added to gRPC's message size limit: messages up to 1 MiB above the limit get this server's error message."""
 MAX_STREAM_REQUESTS = 256
-"""Maximum number of open requests of a stream; no more are read until one has finished."""
+"""Maximum number of open requests of a stream; the next request is read when one of them has finished."""
 MAX_QUEUED_RESPONSES = 16
-"""Maximum number of responses of a stream that wait to be sent; then its requests pause."""
+"""Maximum number of unsent responses of a stream; at the maximum, the requests of the stream pause."""
 NO_KEY = Failure(Code.UNAUTHORIZED, "the API key is missing or wrong: send the metadata authorization: Bearer KEY")
 SERVICE = "inference.GRPCInferenceService"
-"""Name of the service, in spans."""
+"""Name of the gRPC service in trace spans."""
 PUBLIC_METHODS = ("ServerLive", "ServerReady")
 """Methods that need no API key; their requests are empty."""
 SERVICE_DESCRIPTOR = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 REQUESTS = {method.name: message_factory.GetMessageClass(method.input_type) for method in SERVICE_DESCRIPTOR.methods}
-"""Method → class of its requests."""
+"""Method → class of its request messages."""
 MAX_CONTROL_MESSAGE = 2**16
 """Maximum size of a request of any method except ``ModelInfer``, bytes."""
 MEMORY_FACTOR = 4
 """Bytes of memory per byte of a parsed message."""
 LONGEST_CALL = 86_400.0
-"""Seconds after which calls are ended that started before the message size limit was raised."""
+"""Time limit in seconds for calls that are open when the message size limit is raised."""
 SERVER = ("server", f"penstock/{__version__}")
-"""Trailing metadata of every response: the actual name of this server, as ``ServerMetadata`` returns triton. Unknown
-fields of a request are also reported in the trailing metadata, under the name of the HTTP header."""
+"""Trailing metadata of every response: the name and version of this server (``ServerMetadata`` returns ``triton``).
+Unknown fields of a request are also reported in the trailing metadata, under the name of the HTTP header."""
 
 
 class GrpcServer:
-    """The gRPC server of one process.
+    """The gRPC server of one API process.
 
     Args:
         address: host and port to listen on, shared by several processes (``SO_REUSEPORT``).
@@ -97,18 +97,18 @@ class GrpcServer:
         self._starting = asyncio.Lock()
         self._max_size = 0
         self._servers: list[Any] = []
-        """The listening server is last; the others only finish the calls they had when the limit was raised."""
+        """gRPC servers. The last one listens; the others finish calls that were open when the size limit was raised."""
         repository.served_models.ready_hooks.append(self.start)
 
     async def start(self) -> None:
-        """Listen. Called again when a model with a longer context is ready: gRPC cannot change the message size limit
-        of a listening port, so a new server replaces the old one."""
+        """Start listening. Called again when a model with a longer context is ready: gRPC cannot change the message
+        size limit of a listening port, so a new server replaces the old one."""
         async with self._starting:
             if not self._stopping.is_set() and (largest := self._inference.max_size) > self._max_size:
                 await self._listen(largest)
 
     async def _listen(self, largest: int) -> None:
-        """Start a server for messages of at most ``largest`` bytes, and stop the previous one."""
+        """Start a server for messages of at most ``largest`` bytes, and stop the previous server."""
         limits = [("grpc.max_receive_message_length", largest + SLACK), ("grpc.max_send_message_length", -1)]
         server = grpc.aio.server(
             interceptors=[Authorization(self._inference)], options=[("grpc.so_reuseport", 1), *limits]
@@ -124,7 +124,8 @@ class GrpcServer:
                 server.add_insecure_port(address)
         except RuntimeError as error:
             if self._servers:
-                logger.warning("gRPC message size limit remains at %d bytes: %s", self._max_size, error)
+                message = "cannot raise the gRPC message size limit from %d to %d bytes: %s"
+                logger.warning(message, self._max_size, largest, error)
                 return
             raise invalid("grpc_port", f"cannot listen on {address}: {error}") from error
         self._max_size = largest
@@ -134,7 +135,7 @@ class GrpcServer:
         self._servers.append(server)
 
     def stop(self, patience: float) -> None:
-        """Refuse new requests; abort open ones after ``patience`` seconds."""
+        """Refuse new requests, and abort open requests after ``patience`` seconds."""
         self._stopping.set()
         self._stopped += [asyncio.create_task(server.stop(patience)) for server in self._servers]
 
@@ -145,7 +146,7 @@ class GrpcServer:
 
 
 class Authorization(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without a valid API key before reading their messages."""
+    """Interceptor that refuses calls without a valid API key, before reading any message."""
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
@@ -170,8 +171,8 @@ Method = Callable[["Inference", Any, RequestRecord], Awaitable[Any]]
 
 
 def unary(method: Method) -> Any:
-    """Adapt a unary method to gRPC. ``Inference.receive`` reads the request once there is memory for it: gRPC itself
-    would read requests of any number of calls at once."""
+    """Adapt a unary method to gRPC as a streaming method, so that ``Inference.receive`` can wait for memory before it
+    reads the request. gRPC's unary methods would read the requests of any number of calls at once."""
 
     async def called(self: Inference, requests: AsyncIterator[bytes], context: Any) -> Any:
         context.set_trailing_metadata((SERVER,))
@@ -188,11 +189,11 @@ def unary(method: Method) -> Any:
 
 
 class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """The methods of the service.
+    """The methods of ``GRPCInferenceService``.
 
     Args:
         keys: valid API keys.
-        stopping: set when no more requests of streams should be read.
+        stopping: set when the server stops; streams then read no further requests.
     """
 
     def __init__(self, repository: ModelRepository, keys: ApiKeys, stopping: asyncio.Event) -> None:
@@ -369,10 +370,10 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def CudaSharedMemoryUnregister(self, request: Any, record: RequestRecord) -> Any:
-        return pb.CudaSharedMemoryUnregisterResponse()  # no region can be registered
+        return pb.CudaSharedMemoryUnregisterResponse()  # nothing to do: CUDA regions cannot be registered
 
     async def _responses(self, request: Any, record: RequestRecord, streamed: bool) -> AsyncGenerator[Any, None]:
-        """The ``ModelInferResponse`` messages of a request."""
+        """Run a ``ModelInferRequest``, and yield its ``ModelInferResponse`` messages."""
         model = self._repository.find(request.model_name, request.model_version)
         size, regions = request.ByteSize(), self._regions(record)
 
@@ -399,8 +400,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         return self._repository.served_models.max_text_size
 
     async def receive(self, method: str, requests: AsyncIterator[bytes], record: RequestRecord) -> Any:
-        """Read and parse the message of a unary call. Messages of ``ModelInfer`` are read once there is memory for the
-        largest one. Those of other methods are small and read at once, so that probes work when memory is short.
+        """Read and parse the message of a unary call. A message of ``ModelInfer`` is read once there is memory for the
+        largest message. Messages of other methods are small and read at once, so that probes work when memory is short.
 
         Raises ``PenstockError``: as ``BodyMemory.reserve`` and ``_parse`` do; ``timeout`` if no message arrives.
         """
@@ -420,8 +421,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         return await self._parse(REQUESTS[method], raw, record, maximum)
 
     async def _parse(self, kind: Any, raw: bytes, record: RequestRecord, maximum: int) -> Any:
-        """Parse a message. Raises ``PenstockError``: ``too_large`` beyond ``maximum`` bytes, ``invalid`` if it is not a
-        message of this class."""
+        """Parse a message of the class ``kind``. Raises ``PenstockError``: ``too_large`` beyond ``maximum`` bytes,
+        ``invalid`` if ``raw`` is not such a message."""
         if len(raw) > maximum:
             message = f"body: has {len(raw)} bytes; the maximum is {maximum}"
             raise PenstockError(Code.TOO_LARGE, message, "body", maximum)
@@ -435,7 +436,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         return request
 
     def client_of(self, metadata: Iterable[tuple[str, str]] | None) -> Client | None:
-        """The client of a call by its API key (``ApiKeys.client_of``)."""
+        """The client of a call, identified by the API key; None if a required key is missing or wrong."""
         return self._keys.client_of(dict(metadata or ()).get("authorization", "").encode())
 
     def _regions(self, record: RequestRecord) -> SharedMemory:
@@ -444,7 +445,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @asynccontextmanager
     async def authorized_request(self, context: Any, method: str, quiet: bool = False) -> AsyncIterator[RequestRecord]:
-        """Check the API key of a call, and yield its record. Failures set the call's status; the call is logged.
+        """Check the API key of a call, yield its record, and log it. A ``PenstockError`` sets the status of the call.
 
         Args:
             quiet: log successful calls at level debug.
@@ -463,8 +464,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     async def request_record(
         self, context: Any, method: str, quiet: bool = False, memory: Reservation | None = None
     ) -> AsyncIterator[RequestRecord]:
-        """Yield the record of a request; at the end, free its memory and log it. Unexpected exceptions become internal
-        errors."""
+        """Yield the record of a request; at the end, free the memory of the request and log it. Unexpected exceptions
+        are converted to internal errors."""
         metadata = dict(context.invocation_metadata() or ())
         client_id = metadata.get("x-request-id", "")
         request_id = client_id if REQUEST_ID.fullmatch(client_id) else uuid4().hex
@@ -519,7 +520,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
 
 def _handlers(inference: Inference) -> grpc.GenericRpcHandler:
-    """Handlers of the service's methods, which receive messages as bytes."""
+    """The gRPC handlers of the service's methods. The methods receive messages as bytes."""
     result = {}
     for method in SERVICE_DESCRIPTOR.methods:
         kind = (

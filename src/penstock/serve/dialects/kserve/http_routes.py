@@ -73,20 +73,20 @@ class RegionRequest(RequestBody, forbid_unknown_fields=True):
 
 
 class Endpoints:
-    """The endpoints of the protocol. They are called with the request and the path parameters."""
+    """The endpoints of the protocol. Each is called with the request and the path parameters."""
 
     def __init__(self, repository: ModelRepository) -> None:
         self._repository = repository
 
     def _memory_of(self, request: Request) -> SharedMemory:
-        """The shared memory regions of the request's client; not available to web pages of other origins."""
+        """The shared memory regions of a client. Web pages of other origins may not use them."""
         check = functools.partial(request.app.state.origins.check, request.scope, Access.PRIVATE)
         return self._repository.memory.of_client(record_of(request.scope).tenant, check)
 
     async def _read(
         self, request: Request, max_size: int, parse: Callable[[bytes, bytes], V], header_length: str | None = None
     ) -> V:
-        """Read a body and run ``parse`` on its JSON and the binary tensors after it."""
+        """Read a body, decompress it, and return ``parse(json, binary_tensors)``."""
         body = await self._repository.served_models.receive(request, max_size)
         encoding = request.headers.get("content-encoding", "identity").lower()
 
@@ -98,11 +98,11 @@ class Endpoints:
         return await self._repository.served_models.parse(record_of(request.scope), size, work)
 
     async def _settings_body_of(self, request: Request) -> dict[str, Any]:
-        """Read the JSON body of an administrative request, which is accepted without a running engine."""
+        """Read the JSON body of an administrative request. Such requests are accepted without a running engine."""
         return await self._read(request, MIN_BODY_SIZE, lambda body, _: read_object(body or b"{}"))
 
     async def _change_of(self, request: Request, schema: type[T]) -> T:
-        """Parse a request that changes the server. Unknown fields are refused: it would not do what was requested."""
+        """Parse a request that changes the server. Unknown fields are rejected, so that no other change is made."""
         return convert(await self._settings_body_of(request), schema, UnknownFields(strict=True), "")
 
     async def live(self, _: Request) -> Response:
@@ -124,7 +124,7 @@ class Endpoints:
     async def model_ready(self, _: Request, name: str, version: str = "") -> Response:
         try:
             self._repository.find(name, version).check()
-        except PenstockError as error:  # status 400 for any reason, as in Triton
+        except PenstockError as error:  # the status is 400 for any reason, as in Triton
             raise invalid(name[:100], f"is not ready: {error.failure.message}") from error
         return Response()
 
@@ -147,7 +147,7 @@ class Endpoints:
         return InferReply(self._repository, model, infer_request, request, memory)
 
     async def generate(self, request: Request, name: str, version: str = "") -> Response:
-        """One response, or a stream of responses for ``generate_stream``."""
+        """Respond once, or for ``generate_stream`` with a stream of responses."""
         model, record = self._repository.find(name, version), record_of(request.scope)
         streamed = request.url.path.endswith("_stream")
         infer_request = await self._read(
@@ -206,7 +206,7 @@ class Endpoints:
         return Json([])
 
     async def cuda_unregister(self, _: Request, name: str = "") -> Response:
-        return Response()  # no region can be registered
+        return Response()  # nothing to do: CUDA regions cannot be registered
 
 
 MODEL, REGION = "/v2/models/{name}", "/region/{name}"
@@ -269,7 +269,7 @@ def add_routes(routes: Routes, repository: ModelRepository) -> None:
 
 
 def _access_of(method: str, path: str) -> Access:
-    """Access class of a route. Shared memory regions belong to API keys; log and trace settings are global."""
+    """Access class of a route. Shared memory regions belong to one API key; log and trace settings are global."""
     if path.startswith("/v2/health/"):
         return Access.PUBLIC
     if path.startswith((SYSTEM, CUDA)):
@@ -329,15 +329,15 @@ def _split(body: bytes, header_length: str | None) -> tuple[bytes, bytes]:
     """Split a body into its JSON and the binary tensors after it.
 
     Args:
-        header_length: size of the JSON, bytes; None: the whole body.
+        header_length: size of the JSON in bytes, as text; None: the whole body.
 
-    Raises ``PenstockError`` (``invalid``) if it is not a valid size.
+    Raises ``PenstockError`` (``invalid``) if ``header_length`` is not a number, or exceeds the size of the body.
     """
     if header_length is None:
         return body, b""
     length = read_decimal(header_length, len(body))
     if length is None:
-        raise invalid(HEADER_LENGTH, f"must be at most the {len(body)} bytes of the body, is {header_length[:20]!r}")
+        raise invalid(HEADER_LENGTH, f"must be from 0 to {len(body)} (bytes of the body), is {header_length[:20]!r}")
     return body[:length], bytes(body[length:])
 
 
@@ -345,10 +345,10 @@ def parse(head: bytes, raw: bytes, memory: SharedMemory, unknown: UnknownFields)
     """Parse a request to ``infer``.
 
     Args:
-        head: JSON.
-        raw: binary tensors.
+        head: the JSON part of the body.
+        raw: concatenated binary tensors.
 
-    Raises ``PenstockError`` (``invalid``).
+    Raises ``PenstockError`` (``invalid``) for wrong types or values.
     """
     result = read_object(head)
     known = {"id": str, "parameters": dict, "inputs": list, "outputs": list}
@@ -356,7 +356,8 @@ def parse(head: bytes, raw: bytes, memory: SharedMemory, unknown: UnknownFields)
         if name not in known:
             unknown.ignore("", name, known, value=value)
         elif not isinstance(value, known[name]):
-            raise invalid(name, f"must be {known[name].__name__}")
+            kind = {str: "a string", dict: "an object", list: "a list"}[known[name]]
+            raise invalid(name, f"must be {kind}, is {str(value)[:50]!r}")
     inputs, offset = [], 0
     for given in result.get("inputs", ()):
         name, parameters = _named(given, "inputs")
@@ -368,24 +369,25 @@ def parse(head: bytes, raw: bytes, memory: SharedMemory, unknown: UnknownFields)
             inputs.append(from_json(name, given.get("datatype"), given.get("shape"), given.get("data", [])))
             continue
         if type(size) is not int or not 0 <= size <= len(raw) - offset:
-            raise invalid(name, f"binary_data_size must be from 0 to the {len(raw) - offset} bytes left in the body")
+            message = f"binary_data_size must be from 0 to {len(raw) - offset} (the remaining bytes of the body)"
+            raise invalid(name, f"{message}, is {str(size)[:50]}")
         inputs.append(from_bytes(name, given.get("datatype"), given.get("shape"), raw[offset : offset + size]))
         offset += size
     if offset != len(raw):
-        raise invalid("inputs", f"the body has {len(raw) - offset} bytes more than their binary_data_size")
+        raise invalid("inputs", f"the body has {len(raw) - offset} bytes more than the sum of all binary_data_size")
     outputs = dict([_named(given, "outputs") for given in result.get("outputs", ())])
     for name, parameters in outputs.items():
         in_memory(name, parameters)
         if parameters.get("classification"):
-            raise invalid(name, "classification is not supported: the model does not classify")
+            raise invalid(name, "classification is not supported: the model is not a classifier; leave it out")
     return InferenceRequest(inputs, result.get("id", ""), outputs, result.get("parameters", {}))
 
 
 async def encode_response(
     model: Model, infer_request: InferenceRequest, response: ModelResponse, memory: SharedMemory
 ) -> tuple[bytes, bytes | None]:
-    """Encode a response as JSON and binary outputs; None without binary outputs. Outputs requested in shared memory are
-    written there.
+    """Encode a response as JSON and concatenated binary outputs (None without binary outputs). Outputs requested in
+    shared memory are written to their regions.
 
     Raises ``PenstockError`` (``invalid``) if a shared memory region is too small.
     """
@@ -422,15 +424,16 @@ def decompress(body: bytes, encoding: str, maximum: int) -> bytes:
     except zlib.error as error:
         raise invalid("body", f"is not valid {encoding} data: {error}") from error
     if len(result) > maximum:
-        raise PenstockError(Code.TOO_LARGE, f"body: must have at most {maximum} bytes", "body", maximum)
+        message = f"body: must have at most {maximum} bytes when decompressed"
+        raise PenstockError(Code.TOO_LARGE, message, "body", maximum)
     return result
 
 
 def _named(given: Any, where: str) -> tuple[str, dict[str, Any]]:
-    """Name and parameters of an input or output."""
+    """Name and parameters of an input or output. Raises ``PenstockError`` (``invalid``) without a name."""
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
-        raise invalid(where, "must be objects with a name")
+        raise invalid(where, f"must be objects with a name, has {str(given)[:50]!r}")
     parameters = given.get("parameters", {})
     if not isinstance(parameters, dict):
-        raise invalid(given["name"], "parameters must be an object")
+        raise invalid(given["name"], f"parameters must be an object, is {str(parameters)[:50]!r}")
     return given["name"], parameters

@@ -19,7 +19,7 @@ PARAMETERS = frozenset(
     "sequence_id sequence_start sequence_end priority timeout binary_data_output "
     "triton_enable_empty_final_response triton_final_response".split()
 )
-"""Request parameters defined by the protocol or Triton. The models define no additional ones."""
+"""Request parameters defined by the protocol or Triton. The models define no other parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class InferenceRequest:
 async def run_inference(
     repository: ModelRepository, model: Model, infer_request: InferenceRequest, record: RequestRecord, streamed: bool
 ) -> AsyncGenerator[ModelResponse, None]:
-    """The responses of a model with the requested outputs; exactly one unless ``streamed``.
+    """Run a request, and yield responses with the requested outputs: exactly one unless ``streamed``.
 
     Raises ``PenstockError`` if the request is invalid or fails.
     """
@@ -45,10 +45,10 @@ async def run_inference(
             message = f"unexpected inference output for model '{model.name}'{did_you_mean(name, names)}"
             raise invalid(name[:100], message)
     if infer_request.parameters.get("sequence_id"):
-        raise invalid("sequence_id", f"model '{model.name}' keeps no state between requests")
+        raise invalid("sequence_id", f"model '{model.name}' keeps no state between requests; leave sequence_id out")
     priority = infer_request.parameters.get("priority", 0)
     if type(priority) is not int or not 0 <= priority < 2**31:
-        raise invalid("priority", "must be an integer from 0 to 2147483647")
+        raise invalid("priority", f"must be an integer from 0 to 2147483647, is {str(priority)[:50]}")
     for name in infer_request.parameters.keys() - PARAMETERS:
         record.unknown.ignore("parameters.", name, PARAMETERS, value=infer_request.parameters[name])
     call = model.prepare_call(record, infer_request.inputs, streamed, priority, infer_request.id)

@@ -1,4 +1,4 @@
-"""A KServe model: named tensors in, named tensors out, once or as a stream."""
+"""Base class of KServe models: named input tensors, and one or several responses with named output tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.serve.models.served_models import ServedModel
 from .tensors import BYTES, FLOAT_CODES, INTEGER_CODES, MAX_VALUES, Spec, Tensor, kind
 
 VERSION = "1"
-"""Version of every model."""
+"""Version that every model has."""
 MAX_BATCH_SIZE = 256
 """Maximum number of rows in a request."""
 
@@ -32,14 +32,14 @@ class ModelCall:
     batch: int | None
     """Batch size; None without a batch dimension."""
     streamed: bool
-    """Any number of responses may be sent (decoupled); otherwise exactly one."""
+    """True: any number of responses may be sent (decoupled); False: exactly one."""
     priority: int = 0
     id: str = ""
-    """Request id of the client."""
+    """Request id chosen by the client."""
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Number of rows: the batch size, or 1 without a batch dimension."""
         return 1 if self.batch is None else self.batch
 
     def row(self, name: str, index: int) -> Sequence[Any] | None:
@@ -50,7 +50,7 @@ class ModelCall:
         return tensor.elements[index * size : (index + 1) * size]
 
     def shape(self, *sizes: int) -> tuple[int, ...]:
-        """The shape of an output with ``sizes`` per row."""
+        """The shape of an output whose rows have the shape ``sizes``."""
         return sizes if self.batch is None else (self.batch, *sizes)
 
 
@@ -62,7 +62,7 @@ class ModelResponse:
 
 
 class Model(ABC):
-    """A model of the repository."""
+    """A model of the KServe model repository."""
 
     name: str
     platform: ClassVar[str] = "python"
@@ -71,13 +71,13 @@ class Model(ABC):
     aliases: ClassVar[Mapping[str, str]] = {}
     """Alternative input name → input name."""
     unsupported_inputs: ClassVar[Mapping[str, str]] = {}
-    """Unsupported input → reason."""
+    """Unsupported input → reason, for the error message."""
     neutral_inputs: ClassVar[Mapping[str, tuple[float, ...]]] = {}
-    """Unsupported input → values that have no effect and are accepted, besides zero and false."""
+    """Unsupported input → values that have no effect and are accepted, in addition to zero and false."""
     max_batch_size: int = MAX_BATCH_SIZE
     """Maximum number of rows; 0: no batch dimension."""
     decoupled: ClassVar[bool] = False
-    """A request may have any number of responses."""
+    """True: a request may have any number of responses; False: exactly one."""
     _service: ServedModel
 
     @property
@@ -91,7 +91,7 @@ class Model(ABC):
 
     @abstractmethod
     def infer(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
-        """The responses to a request. Raises ``PenstockError`` if it is invalid or fails."""
+        """Yield the responses to a request. Raises ``PenstockError`` if the request is invalid or fails."""
 
     def parameters(self) -> Mapping[str, str]:
         """The ``parameters`` of the model's configuration."""
@@ -134,7 +134,8 @@ class Model(ABC):
     ) -> ModelCall:
         """Validate the inputs of a request.
 
-        Raises ``PenstockError``: ``invalid`` for unknown or missing inputs and wrong types or shapes, ``unsupported``.
+        Raises ``PenstockError``: ``invalid`` for unknown or missing inputs and wrong types or shapes; ``unsupported``
+        for ``unsupported_inputs``.
         """
         specs = {spec.name: spec for spec in self.inputs}
         result: dict[str, Tensor] = {}
@@ -152,14 +153,14 @@ class Model(ABC):
                 message = f"unexpected inference input for model '{self.name}'{did_you_mean(tensor.name, specs)}"
                 raise invalid(tensor.name[:100], message)
             if tensor.name in result:
-                raise invalid(tensor.name, "is given twice")
+                raise invalid(tensor.name, "is given twice; give each input once")
             batches.add(self._rows(spec, tensor))
             result[tensor.name] = _of_type(spec, tensor)
         if missing := [name for name, spec in specs.items() if not spec.optional and name not in result]:
             raise invalid(missing[0], f"is missing; model '{self.name}' requires it")
         if len(batches) > 1:
             sizes = ", ".join(sorted(["none" if rows is None else str(rows) for rows in batches]))
-            raise invalid("shape", f"all inputs must have the same batch size; theirs are {sizes}")
+            raise invalid("shape", f"all inputs must have the same batch size; their batch sizes are {sizes}")
         return ModelCall(record, result, batches.pop() if batches else None, streamed, priority, request_id)
 
     def check_supported_input(self, name: str, given: bool) -> None:
@@ -203,7 +204,8 @@ def _in_range(tensor: Tensor) -> Tensor:
     if tensor.datatype in FLOAT_CODES:
         maximum = MAX_VALUES[tensor.datatype]
         if (wrong := next((value for value in tensor.elements if not -maximum <= value <= maximum), None)) is not None:
-            raise invalid(tensor.name, f"must be finite numbers in the range of {tensor.datatype}, has {wrong}")
+            message = f"must be finite numbers from {-maximum:g} to {maximum:g} ({tensor.datatype}), has {wrong}"
+            raise invalid(tensor.name, message)
     if tensor.datatype in INTEGER_CODES and tensor.elements:
         bits = int(tensor.datatype.lstrip("UINT"))
         low, high = (0, 2**bits - 1) if tensor.datatype.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)

@@ -1,4 +1,4 @@
-"""The model repository."""
+"""The model repository: the KServe models of all served models."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class ModelRepository:
     """The model repository of one API process.
 
     Args:
-        others: models of other dialects, which may use any served model.
+        others: KServe models of other dialects, which may use any served model.
     """
 
     def __init__(self, served_models: ServedModels, model_manager: ModelManager, others: Iterable[Model] = ()) -> None:
         self.served_models = served_models
         self.model_manager = model_manager
         self.counts = Statistics()
-        self.shared = SharedState(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))  # a folder shared by all API processes
+        self.shared = SharedState(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))  # all API processes use this folder
         self.memory = SharedMemory(self.shared, served_models.options, lambda: served_models.max_text_size)
         self.log = LogSettings()
         served_models.metrics.dialect_metrics.append(TrtLlmMetrics(served_models).collect)
@@ -62,7 +62,7 @@ class ModelRepository:
     def find(self, name: str, version: str = "") -> Model:
         """Find a model by name and version. Raises ``PenstockError`` (``not_found``)."""
         if (model := next((model for model in self if model.name == name), None)) is None:
-            # names of the OpenAI API are unknown here, also while their model is loading
+            # only KServe names are looked up: an OpenAI model name is not found, even while that model is loading
             self.served_models.check_expected(
                 entry := next((m for m in self.served_models.models if name in m.kserve), None)
             )
@@ -78,7 +78,7 @@ class ModelRepository:
         return model
 
     def owner(self, name: str) -> ModelEntry | None:
-        """Find a served model, loaded or not, by its name or that of one of its KServe models."""
+        """Find a served model, loaded or not, by its name or by the name of one of its KServe models."""
         return next((model for model in self.served_models.models if name in model.kserve or name in model.names), None)
 
 

@@ -51,7 +51,7 @@ def server_metadata() -> dict[str, Any]:
 
 
 def repository_index(repository: ModelRepository, ready: bool = False) -> list[dict[str, str]]:
-    """The list that ``/v2/repository/index`` returns; with ``ready``, only ready models."""
+    """The list of models that ``/v2/repository/index`` returns; with ``ready``, only ready models."""
     states = [
         (name, *_state(repository, model))
         for model in repository.served_models.models
@@ -66,7 +66,7 @@ def repository_index(repository: ModelRepository, ready: bool = False) -> list[d
 
 
 def _state(repository: ModelRepository, model: ModelEntry) -> tuple[str, str]:
-    """State of a model, and its reason."""
+    """State of a model in the repository index, and the reason if it is unavailable."""
     service = next((service for service in repository.served_models if service.name == model.name), None)
     if model.draining:
         return "UNLOADING", ""
@@ -80,9 +80,9 @@ def _state(repository: ModelRepository, model: ModelEntry) -> tuple[str, str]:
 
 
 async def load_model(repository: ModelRepository, name: str, parameters: Mapping[str, Any] | None) -> None:
-    """Load the served model that provides a KServe model, unless it is loaded.
+    """Load the served model that provides a KServe model, unless it is loaded already.
 
-    Raises ``PenstockError`` if there is no such model, it cannot be loaded, or the parameters are invalid.
+    Raises ``PenstockError`` if the model is unknown or cannot be loaded, or the parameters are invalid.
     """
     if (model := repository.owner(name)) is None:
         known = ", ".join(each for model in repository.served_models.models for each in model.kserve)
@@ -106,62 +106,65 @@ async def load_model(repository: ModelRepository, name: str, parameters: Mapping
 async def unload_model(repository: ModelRepository, name: str, parameters: Mapping[str, Any] | None) -> None:
     """Unload the served model that provides a KServe model, with all its KServe models.
 
-    Raises ``PenstockError`` if there is no such model, or if it uses the engine of another model and
+    Raises ``PenstockError`` if the model is unknown, or if it uses the engine of another KServe model and
     ``unload_dependents`` is not set.
     """
     if (model := repository.owner(name)) is None:
         raise PenstockError(Code.INVALID, f"failed to unload '{name[:100]}', model not found", "model_name")
     repository.model_manager.check()
     if unknown := sorted((parameters or {}).keys() - {DEPENDENTS}):
-        message = f"{unknown[0][:100]}: unknown parameter; the only one is {DEPENDENTS}"
+        message = f"{unknown[0][:100]}: unknown parameter; the only parameter is {DEPENDENTS}"
         raise PenstockError(Code.INVALID, message, "parameters")
     if not isinstance((parameters or {}).get(DEPENDENTS, False), bool):
-        raise PenstockError(Code.INVALID, f"{DEPENDENTS}: must be true or false", "parameters")
+        given = str((parameters or {})[DEPENDENTS])[:50]
+        raise PenstockError(Code.INVALID, f"{DEPENDENTS}: must be true or false, is {given!r}", "parameters")
     owns_engine = name in model.names or model.kserve[name] == "tensorrt_llm"
     if not owns_engine and not (parameters or {}).get(DEPENDENTS):
         engines = [each for each, kind in model.kserve.items() if kind == "tensorrt_llm"] or [model.name]
-        message = f"failed to unload '{name}': it uses the engine of {engines[0]}; unload that, or set {DEPENDENTS}"
+        hint = f"it uses the engine of {engines[0]}; unload {engines[0]}, or set {DEPENDENTS}"
+        message = f"failed to unload '{name}': {hint}"
         raise PenstockError(Code.UNSUPPORTED, message, "model_name")
     await _run("unload", name, repository.model_manager.unload(model.name))
 
 
 def max_batch_size_override(parameters: Mapping[str, Any]) -> int | None:
-    """The ``max_batch_size`` in the configuration of a load request, the only field that is applied.
+    """The ``max_batch_size`` in the configuration of a load request; all other fields are ignored.
 
-    Raises ``PenstockError`` for an invalid configuration, or one with parameters, which are set when the server starts.
+    Raises ``PenstockError`` if the configuration is invalid, or has ``parameters`` (set when the server starts).
     """
     for name in parameters:
         if name.startswith("file:"):
             message = f"{name[:100]}: Invalid file path: model files cannot be uploaded"
             raise PenstockError(Code.UNSUPPORTED, message, name[:100])
         if name != "config":
-            raise invalid(name[:100], "unknown parameter; the only one is config")
+            raise invalid(name[:100], "unknown parameter; the only parameter is config")
     given = parameters.get("config", "{}")
     try:
         config = msgspec.json.decode(given) if isinstance(given, str) else None
     except (msgspec.DecodeError, RecursionError) as error:
         raise invalid("config", f"is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise invalid("config", "must be a JSON object as a string")
+        raise invalid("config", f"must be a JSON object as a string, is {str(given)[:50]!r}")
     max_batch_size = None
     for name, value in config.items():
         if name not in MODEL_CONFIG:
             raise invalid("config", f"unknown field: {name[:100]}{did_you_mean(name[:100], MODEL_CONFIG)}")
         if name == "parameters" and value:
-            message = "config.parameters: can only be set when the server starts"
+            message = "config.parameters: can only be set when the server starts; leave it out"
             raise PenstockError(Code.UNSUPPORTED, message, "config")
         if name == "max_batch_size":
             max_batch_size = _batch_size(value)
         else:
-            logger.info("model load request: the field %s of its config is ignored", name)
+            logger.info("the config field %s of a model load request is ignored", name)
     return max_batch_size
 
 
-def _batch_size(value: Any) -> int:
-    if isinstance(value, str):  # JSON of protobuf may encode integers as strings
-        value = read_decimal(value, MAX_BATCH_SIZE)
+def _batch_size(given: Any) -> int:
+    # JSON of protobuf may encode integers as strings
+    value = read_decimal(given, MAX_BATCH_SIZE) if isinstance(given, str) else given
     if type(value) is not int or not 0 <= value <= MAX_BATCH_SIZE:
-        raise invalid("max_batch_size", f"must be an integer from 0 to {MAX_BATCH_SIZE}", MAX_BATCH_SIZE)
+        message = f"must be an integer from 0 to {MAX_BATCH_SIZE}, is {str(given)[:50]!r}"
+        raise invalid("max_batch_size", message, MAX_BATCH_SIZE)
     return value
 
 
@@ -175,9 +178,9 @@ async def _run(operation: str, name: str, work: Awaitable[None]) -> None:
 
 
 def log_settings(repository: ModelRepository, requested: Mapping[str, Any]) -> dict[str, Any]:
-    """Change log settings and return all of them, as ``/v2/logging`` does.
+    """Change log settings and return all log settings, as ``/v2/logging`` does.
 
-    Raises ``PenstockError`` if one of them is invalid; then none is changed.
+    Raises ``PenstockError``, and changes nothing, if a requested setting is invalid.
     """
     if changes := repository.log.check(requested):
         with repository.shared.update() as state:
@@ -187,9 +190,9 @@ def log_settings(repository: ModelRepository, requested: Mapping[str, Any]) -> d
 
 
 def trace_settings(repository: ModelRepository, requested: Mapping[str, Any], model: str = "") -> dict[str, Any]:
-    """Change and return the trace settings of a model, or the global ones, which are the defaults for models.
+    """Change and return the trace settings of a model, or the global trace settings (the defaults of all models).
 
-    Raises ``PenstockError`` if a setting is invalid, or there is no such model.
+    Raises ``PenstockError`` if a setting is invalid, or the model is unknown.
     """
     if model:
         repository.find(model)

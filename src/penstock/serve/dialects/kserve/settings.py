@@ -32,7 +32,7 @@ NO_TRACES = "trace settings are stored but have no effect; use --otlp-endpoint t
 
 
 class LogSettings:
-    """The log levels of this process in terms of Triton's settings."""
+    """The log levels of this process, as Triton's log settings."""
 
     def __init__(self) -> None:
         files = [h.baseFilename for h in logging.root.handlers if isinstance(h, logging.FileHandler)]
@@ -46,26 +46,26 @@ class LogSettings:
         self._applied: Mapping[str, Any] = {}
 
     def current(self, changed: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings as ``/v2/logging`` returns them."""
+        """The log settings as ``/v2/logging`` returns them."""
         return {**self._initial, **changed}
 
     def check(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Validate changes. Raises ``PenstockError`` for an invalid one."""
+        """Validate log settings; returns the changes. Raises ``PenstockError`` for an invalid name or value."""
         result = {}
         for name, value in changes.items():
             _check_known(name, value, self._initial)
             if name in LEVELS and not isinstance(value, bool):
-                raise invalid(name, "must be true or false")
+                raise invalid(name, f"must be true or false, is {str(value)[:50]!r}")
             if name == "log_verbose_level" and (type(value) is not int or not 0 <= value < 2**32):
-                raise invalid(name, "must be an integer from 0 to 4294967295")
+                raise invalid(name, f"must be an integer from 0 to 4294967295, is {str(value)[:50]!r}")
             if name == "log_format" and value not in FORMATS:
-                raise invalid(name, f"must be one of {', '.join(FORMATS)}")
+                raise invalid(name, f"must be one of {', '.join(FORMATS)}, is {str(value)[:50]!r}")
             if name not in READ_ONLY_SETTINGS:
                 result[name] = value
         return result
 
     def apply(self, changed: Mapping[str, Any]) -> None:
-        """Apply settings to this process's log."""
+        """Apply changed settings to the log of this process."""
         if changed == self._applied:
             return
         self._applied = dict(changed)
@@ -80,24 +80,24 @@ class LogSettings:
 
 
 class LevelFilter(logging.Filter):
-    """Passes records of the enabled levels only."""
+    """Filter that passes only log records of the enabled levels."""
 
     def __init__(self, levels: set[int]) -> None:
         super().__init__()
         self._levels = levels
 
     def filter(self, record: logging.LogRecord) -> bool:
-        level = min(record.levelno, logging.ERROR) // 10 * 10  # round a custom level down to a standard one
+        level = min(record.levelno, logging.ERROR) // 10 * 10  # round a custom level down to a standard level
         return level in self._levels
 
 
 def trace_settings(changed: Mapping[str, Mapping[str, Any]], model: str = "") -> dict[str, Any]:
-    """The settings as ``/v2/trace/setting`` and ``/v2/models/NAME/trace/setting`` return them."""
+    """The trace settings as ``/v2/trace/setting`` and ``/v2/models/NAME/trace/setting`` return them."""
     return {**TRACE, **changed.get("", {}), **(changed.get(model, {}) if model else {})}
 
 
 def check_trace(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Validate changes; None resets a setting. Raises ``PenstockError`` for an invalid one."""
+    """Validate trace settings; returns the changes (None: reset). Raises ``PenstockError`` for invalid settings."""
     result: dict[str, Any] = {}
     for name, value in changes.items():
         _check_known(name, value, TRACE)
@@ -110,7 +110,7 @@ def check_trace(changes: Mapping[str, Any]) -> dict[str, Any]:
         else:
             levels = value if isinstance(value, list) else [value]
             if not levels or not all(isinstance(level, str) and level in TRACE_LEVELS for level in levels):
-                raise invalid(name, f"must be a list of {', '.join(TRACE_LEVELS)}")
+                raise invalid(name, f"must be a list of {', '.join(TRACE_LEVELS)}, is {str(value)[:50]!r}")
             result[name] = levels
     if any(value not in (None, ["OFF"]) for name, value in result.items() if name == "trace_level"):
         logger.warning("trace_level=%s: %s", result["trace_level"], NO_TRACES)

@@ -38,7 +38,7 @@ NO_CUDA = "CUDA shared memory is not supported; use system shared memory, or sen
 
 
 class SharedMemory:
-    """The regions registered by clients. Each belongs to the API key that registered it.
+    """The shared memory regions registered by clients. Each region belongs to the API key that registered it.
 
     Args:
         max_size: returns the maximum size of an input, bytes.
@@ -55,7 +55,7 @@ class SharedMemory:
         """The regions of one client.
 
         Args:
-            tenant: tenant of the client.
+            tenant: tenant of the client (``RequestRecord.tenant``).
             check: called before a region is used; raises ``PenstockError`` if the client may not use shared memory.
         """
         result = copy.copy(self)
@@ -65,16 +65,18 @@ class SharedMemory:
     def register(self, name: Any, key: Any, offset: Any, byte_size: Any) -> None:
         """Register a region of a shared memory object.
 
-        Raises ``PenstockError``: ``unsupported`` if this is not allowed, ``invalid`` if the object does not exist or is
-        too small, or the name is taken.
+        Raises ``PenstockError``: ``unsupported`` if shared memory is not allowed, ``invalid`` if the object does not
+        exist or is too small, or the name is taken.
         """
         self._check()
         if not self._allowed:
             raise PenstockError(Code.UNSUPPORTED, NOT_ALLOWED, "allow_shared_memory")
         if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_LENGTH:
-            raise invalid("name", f"must have from 1 to {MAX_NAME_LENGTH} characters", MAX_NAME_LENGTH)
+            message = f"must have from 1 to {MAX_NAME_LENGTH} characters, is {str(name)[:50]!r}"
+            raise invalid("name", message, MAX_NAME_LENGTH)
         if not isinstance(key, str) or not (match := KEY_PATTERN.fullmatch(key)) or match[1] in (".", ".."):
-            raise invalid("key", "must be the name of a POSIX shared memory object, as /input_data, not penstock-…")
+            message = "must be the name of a POSIX shared memory object (/input_data) and not begin with penstock-"
+            raise invalid("key", f"{message}, is {str(key)[:50]!r}")
         region = Region(name, self._tenant, match[1], _count("offset", offset, 0), _count("byte_size", byte_size, 1))
         with _opened(region, os.O_RDWR):
             pass
@@ -84,11 +86,12 @@ class SharedMemory:
             if any(other.key == region.key and other.tenant != self._tenant for other in state.regions.values()):
                 raise invalid("key", f"the shared memory object '/{region.key}' is registered by another API key")
             if len(state.regions) >= MAX_REGIONS:
-                raise invalid("name", f"{MAX_REGIONS} regions are registered; unregister some", MAX_REGIONS)
+                message = f"{MAX_REGIONS} regions are registered, which is the maximum; unregister some first"
+                raise invalid("name", message, MAX_REGIONS)
             state.regions[self._full_name(name)] = region
 
     def unregister(self, name: str = "") -> None:
-        """Unregister a region, or all of them; an unknown one is ignored, as in Triton."""
+        """Unregister a region of the client, or all if ``name`` is empty. Unknown names are ignored, as in Triton."""
         self._check()
         if self._regions(name):
             with self._shared.update() as state:
@@ -96,7 +99,7 @@ class SharedMemory:
                     state.regions.pop(each, None)
 
     def status(self, name: str = "") -> list[dict[str, Any]]:
-        """Status of one region or all, as in the protocol. Raises ``PenstockError`` (``not_found``)."""
+        """Status of a region of the client, or all if ``name`` is empty. Raises ``PenstockError`` (``not_found``)."""
         regions = self._regions(name)
         if name and not regions:
             message = f"Unable to find system shared memory region: '{name[:100]}'"
@@ -114,13 +117,14 @@ class SharedMemory:
         with _opened(region, os.O_RDONLY) as file:
             raw = os.pread(file, size, region.offset + offset)
         if len(raw) != size:
-            raise invalid(tensor, "the shared memory object was truncated while it was read")
+            message = f"the shared memory object was truncated while it was read ({len(raw)} of {size} bytes read)"
+            raise invalid(tensor, message)
         return raw
 
     def write(self, tensor: str, parameters: Mapping[str, Any], raw: bytes) -> dict[str, Any]:
-        """Write an output to its region; returns its parameters for the response.
+        """Write an output to its region; returns the output's parameters for the response.
 
-        Raises ``PenstockError`` (``invalid``) if the region or range is invalid, or too small.
+        Raises ``PenstockError`` (``invalid``) if the region or range is invalid or too small.
         """
         region, offset, size = self._locate(tensor, parameters)
         if len(raw) > size:
@@ -136,7 +140,7 @@ class SharedMemory:
         return f"{self._tenant}\0{name}"
 
     def _regions(self, name: str) -> dict[str, Region]:
-        """Full name → region, for the region called ``name``, or for all of the client's regions if it is empty."""
+        """Full name → region, for the region ``name`` of the client, or for all its regions if ``name`` is empty."""
         return {
             each: region
             for each, region in self._shared.read().regions.items()
@@ -144,7 +148,7 @@ class SharedMemory:
         }
 
     def _locate(self, tensor: str, parameters: Mapping[str, Any]) -> tuple[Region, int, int]:
-        """The region, offset and size that a tensor's parameters give."""
+        """The region, and the offset and size in bytes, from the parameters of a tensor."""
         self._check()
         name = parameters.get(REGION)
         region = self._shared.read().regions.get(self._full_name(name)) if isinstance(name, str) else None
@@ -160,7 +164,7 @@ class SharedMemory:
 
 
 def in_memory(tensor: str, parameters: Mapping[str, Any]) -> bool:
-    """True if a tensor is in shared memory. Raises ``PenstockError`` (``invalid``) if its region is not named."""
+    """True if a tensor is in shared memory. Raises ``PenstockError`` (``invalid``) if only size or offset is given."""
     if REGION not in parameters and (SIZE in parameters or OFFSET in parameters):
         raise invalid(tensor, f"{SIZE} and {OFFSET} require {REGION}")
     return REGION in parameters
@@ -175,7 +179,8 @@ def is_loopback(host: str) -> bool:
 
 @contextmanager
 def _opened(region: Region, how: int) -> Iterator[int]:
-    """Open a region's object. Raises ``PenstockError`` (``invalid``) if it is missing, or smaller than the region."""
+    """Open the shared memory object of a region; yields the file descriptor. Raises ``PenstockError`` (``invalid``) if
+    the object is missing, or smaller than the region."""
     try:
         file = os.open(FOLDER / region.key, how | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

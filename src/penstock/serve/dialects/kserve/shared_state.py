@@ -18,29 +18,30 @@ class Region(msgspec.Struct, frozen=True):
     name: str
     """Name given by the client."""
     tenant: str
-    """Owner (``RequestRecord.tenant``)."""
+    """Tenant that registered the region (``RequestRecord.tenant``)."""
     key: str
     """Name of the shared memory object."""
     offset: int
+    """Start of the region in the object, bytes."""
     byte_size: int
 
 
 class State(msgspec.Struct):
     log: dict[str, Any] = {}
-    """Changed log settings."""
+    """Log setting → value, for changed settings."""
     trace: dict[str, dict[str, Any]] = {}
-    """Changed trace settings by model; the empty name is the global settings."""
+    """Model name → changed trace settings; the empty name has the global settings."""
     regions: dict[str, Region] = {}
-    """Regions of system shared memory, by tenant and name."""
+    """Tenant and name (``SharedMemory._full_name``) → region of system shared memory."""
     max_batch_size: dict[str, int] = {}
-    """Model name → ``max_batch_size`` from its load request."""
+    """Model name → ``max_batch_size`` from the load request."""
 
 
 class SharedState:
     """State in a file that all API processes read and write.
 
     Args:
-        folder: folder used only by these processes; deleted when the server stops.
+        folder: folder used only by the API processes; deleted when the server stops.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +63,7 @@ class SharedState:
 
     @contextmanager
     def update(self) -> Iterator[State]:
-        """Yield a copy to modify, under a lock; it is written on exit, or discarded on an exception."""
+        """Yield a copy of the state to modify, under a lock. It is written on exit, or dropped on an exception."""
         with self._lock.open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             state = msgspec.json.decode(msgspec.json.encode(self.read()), type=State)

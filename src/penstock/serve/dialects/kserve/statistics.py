@@ -1,7 +1,7 @@
 """Statistics per model, under the names of Triton's metrics.
 
-They are Prometheus gauges in the multiprocess files of ``serve/metrics.py``, so that any API process can sum those of
-all processes. The statistics of the protocol are read from these gauges, too.
+The statistics are Prometheus gauges in the multiprocess files of ``serve/metrics.py``, so that any API process can sum
+the values of all processes. ``/v2/models/NAME/stats`` reads these gauges, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.serve.shared_result import SharedResult
 from .model import VERSION, Model, ModelCall
 
 MICROSECONDS, MILLISECONDS = 1e6, 1e3
-NANOSECONDS_EACH = 1000
+NANOSECONDS_PER_MICROSECOND = 1000
 REASONS = {Code.OVERLOADED: "REJECTED", Code.CANCELLED: "CANCELED"}
 HELP = {
     "nv_inference_request_success": "Number of successful requests.",
@@ -37,11 +37,11 @@ LAST_INFERENCE = "penstock:kserve_last_inference_milliseconds"
 
 
 class Statistics:
-    """The statistics of one API process."""
+    """The statistics that one API process collects."""
 
     def __init__(self) -> None:
         labels = ["model", "version"]
-        # gauges, because the client library appends _total to the names of counters
+        # gauges, because prometheus_client appends _total to the names of counters
         self._sums = {name: Gauge(name, about, labels, multiprocess_mode="sum") for name, about in HELP.items()}
         about = "Time of the last successful request, milliseconds since 1970."
         self._last = Gauge(LAST_INFERENCE, about, labels, multiprocess_mode="max")
@@ -50,13 +50,13 @@ class Statistics:
 
     @contextmanager
     def count_request(self, model: Model, record: RequestRecord, call: ModelCall) -> Iterator[None]:
-        """Count a request by its outcome."""
+        """Count the request that runs in the ``with`` block: as successful, or as failed if an exception is raised."""
         started = time.monotonic()
         try:
             yield
         except BaseException as error:
             code = error.failure.code if isinstance(error, PenstockError) else None
-            if not isinstance(error, Exception):  # cancelled: the client has disconnected
+            if not isinstance(error, Exception):  # CancelledError or GeneratorExit: the client has disconnected
                 code = Code.CANCELLED
             reason = REASONS.get(code, "OTHER") if code else "OTHER"
             self._failures.labels(model=model.name, version=VERSION, reason=reason).inc()
@@ -81,7 +81,7 @@ class Statistics:
         answered, rows, computed, _, queued, inferred = (int(result[name]) for name in HELP)
 
         def duration(count: int, microseconds: int) -> dict[str, int]:
-            return {"count": count, "ns": microseconds * NANOSECONDS_EACH}
+            return {"count": count, "ns": microseconds * NANOSECONDS_PER_MICROSECOND}
 
         return {
             "name": model.name,

@@ -1,6 +1,6 @@
-"""Tensors of the KServe v2 protocol: datatypes, and encoding as JSON and bytes.
+"""Tensors of the KServe v2 protocol: datatypes, and encoding as JSON and as bytes.
 
-Source: the protocol's required API and its binary tensor data extension.
+Source: the required API of the protocol and the binary tensor data extension.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_VALUES = {"FP16": 65504.0, "FP32": 3.4028234663852886e38, "FP64": sys.float_
 MAX_NAME_LENGTH = 100
 """Maximum length of a name, characters."""
 MAX_RANK, MAX_DIMENSION = 16, 2**63 - 1
-"""Maximum number of dimensions, and maximum size of one (INT64 in the protocol)."""
+"""Maximum number of dimensions, and maximum size of a dimension (INT64 in the protocol)."""
 MAX_INLINE_ELEMENTS = 65_536
 """Maximum number of elements encoded as JSON in one turn of the event loop."""
 LENGTH = struct.Struct("<I")
@@ -60,30 +60,30 @@ class Spec:
     name: str
     datatype: str
     shape: tuple[int, ...] = (1,)
-    """-1 is any length."""
+    """Size of each dimension; -1: any size."""
     optional: bool = False
 
 
 def kind(datatype: str) -> str:
-    """The kind of a datatype. Datatypes of the same kind are converted to each other if the values fit."""
+    """The kind of a datatype. Tensors are converted between datatypes of the same kind if the values fit."""
     return "whole" if datatype in INTEGER_CODES else "real" if datatype in FLOAT_CODES else datatype
 
 
 def check_shape(name: str, shape: Any) -> tuple[int, ...]:
     """Validate a shape. Raises ``PenstockError`` (``invalid``)."""
     if not isinstance(shape, list | tuple) or not all(type(size) is int and size >= 0 for size in shape):
-        raise invalid(name, "must have a shape: a list of integers, 0 or more")
+        raise invalid(name, f"must have a shape, a list of integers of at least 0, has {str(shape)[:50]!r}")
     if len(shape) > MAX_RANK:
         raise invalid(name, f"has {len(shape)} dimensions; the maximum is {MAX_RANK}", MAX_RANK)
     if shape and max(shape) > MAX_DIMENSION:
-        raise invalid(name, f"has a dimension larger than {MAX_DIMENSION}", MAX_DIMENSION)
+        raise invalid(name, f"has a dimension larger than {MAX_DIMENSION}: {max(shape)}", MAX_DIMENSION)
     return tuple(shape)
 
 
 def from_json(name: str, datatype: Any, shape: Any, data: Any) -> Tensor:
-    """Make a tensor from JSON; its elements may be nested or in a flat list.
+    """Make a tensor from decoded JSON, a nested or flat list of elements.
 
-    Raises ``PenstockError`` (``invalid``) if elements do not match the datatype, or their number the shape.
+    Raises ``PenstockError`` (``invalid``) if the elements do not match the datatype, or do not fill the shape.
     """
     _check_datatype(name, datatype)
     elements = [_element(name, datatype, value) for value in _flatten(data)]
@@ -91,19 +91,19 @@ def from_json(name: str, datatype: Any, shape: Any, data: Any) -> Tensor:
 
 
 def from_bytes(name: str, datatype: Any, shape: Any, raw: bytes) -> Tensor:
-    """Make a tensor from little-endian bytes. Raises ``PenstockError`` (``invalid``) if they do not match the shape."""
+    """Make a tensor from little-endian bytes. Raises ``PenstockError`` (``invalid``) if they do not fill the shape."""
     _check_datatype(name, datatype)
     if datatype == BYTES:
         return _checked(Tensor(name, datatype, check_shape(name, shape), _texts(name, raw)))
     size = struct.calcsize(STRUCT_CODES[datatype])
     if len(raw) % size:
-        raise invalid(name, f"has {len(raw)} bytes, which is not a multiple of the size of {datatype}")
+        raise invalid(name, f"has {len(raw)} bytes; must be a multiple of {size} bytes (size of {datatype})")
     elements = struct.unpack(f"<{len(raw) // size}{STRUCT_CODES[datatype]}", raw)
     return _checked(Tensor(name, datatype, check_shape(name, shape), elements))
 
 
 def from_elements(name: str, datatype: Any, shape: Any, elements: list[Any]) -> Tensor:
-    """Make a tensor from elements. Raises ``PenstockError`` (``invalid``) if their number does not match the shape."""
+    """Make a tensor from a flat list. Raises ``PenstockError`` (``invalid``) if the elements do not fill the shape."""
     _check_datatype(name, datatype)
     return _checked(Tensor(name, datatype, check_shape(name, shape), elements))
 
@@ -127,7 +127,7 @@ def to_json(tensor: Tensor) -> list[Any]:
 
 
 async def in_json(tensor: Tensor) -> list[Any] | msgspec.Raw:
-    """Like ``to_json``; large tensors are encoded in chunks, one per turn of the event loop."""
+    """Same as ``to_json``, but large tensors are encoded in chunks, one per turn of the event loop."""
     if len(tensor.elements) <= MAX_INLINE_ELEMENTS:
         return to_json(tensor)
     chunks = []
@@ -163,7 +163,7 @@ def _checked(tensor: Tensor) -> Tensor:
 
 
 def _flatten(data: Any) -> Iterator[Any]:
-    """The elements of nested lists."""
+    """Yield the elements of nested lists in row-major order."""
     stack = [iter([data])]
     while stack:
         for value in stack[-1]:
@@ -197,11 +197,11 @@ def _texts(name: str, raw: bytes) -> list[bytes]:
     result, offset = [], 0
     while offset < len(raw):
         if offset + LENGTH.size > len(raw):
-            raise invalid(name, "ends inside the length prefix of an element")
+            raise invalid(name, f"ends inside the length prefix of an element ({LENGTH.size} bytes at byte {offset})")
         (length,) = LENGTH.unpack_from(raw, offset)
         offset += LENGTH.size
         if offset + length > len(raw):
-            raise invalid(name, f"has an element of {length} bytes, but only {len(raw) - offset} bytes are left")
+            raise invalid(name, f"has an element of {length} bytes, but only {len(raw) - offset} bytes remain")
         result.append(raw[offset : offset + length])
         offset += length
     return result

@@ -1,4 +1,4 @@
-"""Conversion of llama-server's requests to OpenAI's."""
+"""Conversion of llama-server's requests to OpenAI's completion requests."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ NAMES = {
 }
 """llama-server's field → field of OpenAI's or vLLM's completion request."""
 PART_OVERHEAD = 16
-"""Characters added to the size of each part of a prompt, to account for the time that even a short part takes."""
+"""Characters added to the size of each prompt part, to account for the fixed time of encoding a part."""
 UNBOUNDED = (-1, -2)
 """Values of ``n_predict`` that allow as many tokens as fit in the context."""
 
 
 async def generation_fields(request: GenerationRequest, gateway: Gateway) -> dict[str, Any]:
-    """Convert the fields that all generation requests share to those of OpenAI's completion request."""
+    """Convert the fields of ``GenerationRequest`` to fields of OpenAI's completion request."""
     fields = {to: value for name, to in NAMES.items() if (value := getattr(request, name)) is not None}
     for name in ("guided_grammar", "stop", "logprobs"):
         if not fields.get(name):
             fields.pop(name, None)
-    if fields.get("seed", 0) in (-1, 2**32 - 1):  # a random seed
+    if fields.get("seed", 0) in (-1, 2**32 - 1):  # these values request a random seed
         del fields["seed"]
     if fields.get("top_k", 0) < 0:
         fields["top_k"] = 0
-    if fields.get("temperature", 0.0) < 0:  # greedy, as in llama-server
+    if fields.get("temperature", 0.0) < 0:  # llama-server samples greedily below 0
         fields["temperature"] = 0.0
     n_predict = -1 if request.n_predict is None else request.n_predict
     max_model_len = gateway.engine_pool.known_engine().max_model_len
@@ -55,12 +55,12 @@ async def generation_fields(request: GenerationRequest, gateway: Gateway) -> dic
 
 
 async def prompts_of(given: PromptField, gateway: Gateway, field: str = "prompt") -> list[str] | list[list[int]]:
-    """Read the prompt field: one prompt, or several if it is a list of texts or lists.
+    """Read the prompts of a prompt field: several prompts if ``given`` is a list of texts or lists, otherwise one.
 
-    Prompts are tokenized unless all of them are plain texts.
+    The prompts are tokenized unless all of them are plain texts.
 
     Args:
-        field: name of the request's field, for errors.
+        field: name of the prompt field, for errors.
 
     Raises ``PenstockError`` (``invalid``) if there are too many prompts.
     """
@@ -81,8 +81,8 @@ async def prompts_of(given: PromptField, gateway: Gateway, field: str = "prompt"
 
 
 def _encode_mixed(parts: list[str | int], encode: Callable[[str, bool], list[int]], max_model_len: int) -> list[int]:
-    """Tokenize a prompt of texts and token ids. Special tokens are added only to a text at its beginning. Texts beyond
-    ``max_model_len`` are not tokenized, as the prompt will be refused."""
+    """Tokenize a prompt of texts and token ids. Special tokens are added only if the prompt begins with a text. Texts
+    beyond ``max_model_len`` tokens are not tokenized, as the prompt will be refused."""
     token_ids: list[int] = []
     for i, part in enumerate(parts):
         if isinstance(part, int):
@@ -94,7 +94,7 @@ def _encode_mixed(parts: list[str | int], encode: Callable[[str, bool], list[int
 
 async def _logit_bias(given: Mapping[str, float | bool] | list[Any], gateway: Gateway) -> dict[str, Any]:
     if len(given) > (limit := MAX_ENTRIES["logit_bias"]):
-        raise invalid("logit_bias", f"must have at most {limit} entries", limit)
+        raise invalid("logit_bias", f"must have at most {limit} entries, has {len(given)}", limit)
     entries = list(given.items() if isinstance(given, Mapping) else given)
     size = sum(len(token) for token, _ in entries if isinstance(token, str))
     biases: dict[int, float] = {}

@@ -50,12 +50,12 @@ PREFIX = "llama_server."
 
 
 class LlamaServerHandler(CompletionHandler):
-    """Handles one request.
+    """Handler of one completion or infill request.
 
     Args:
-        request: the request as OpenAI's completion.
-        llama_request: the request as it was sent.
-        as_list: respond with a list, as the request has a list of prompts.
+        request: the request, converted to OpenAI's completion request.
+        llama_request: the original request.
+        as_list: respond with a list (if the request has a list of prompts).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LlamaServerHandler(CompletionHandler):
         self._llama_request = llama_request
         self._as_list = as_list
         self._is_empty = llama_request.n_predict == 0
-        """True if no output is returned. The engine still generates one token."""
+        """True if no output is returned (``n_predict`` 0). The engine still generates one token."""
 
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
         answers = [self._full(i, output) for i, output in enumerate(outputs)]
@@ -112,7 +112,7 @@ class LlamaServerHandler(CompletionHandler):
         )
 
     def _finish_answer(self, answer: Answer, output: RequestOutput) -> Answer:
-        """Set the fields of a full response or last chunk: settings, stop reason, timings."""
+        """Set the additional fields of a full response or last chunk: settings, stop reason, timings."""
         completion = output.outputs[0]
         answer.model, answer.prompt = self.service.name, self.prompt_text(output)
         answer.generation_settings = self._settings()
@@ -149,7 +149,7 @@ class LlamaServerHandler(CompletionHandler):
 
 
 class LlamaServerEmbeddingHandler(EmbeddingHandler):
-    """Handles an embedding request. Each text has a list of one embedding, that of the whole text."""
+    """Handler of an embedding request. The result of each text is a list with one embedding (of the whole text)."""
 
     field = "content"
 
@@ -158,7 +158,7 @@ class LlamaServerEmbeddingHandler(EmbeddingHandler):
 
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
-    """Add the routes. vLLM's routes with the same paths must have been added before."""
+    """Add llama-server's routes. vLLM's ``/tokenize`` must have been added before, as both share the path."""
     routes.error_formats.add(ERROR_FORMAT, *ERROR_PATHS)
     api = DialectRoutes(routes, served_models, ERROR_FORMAT, SCHEMAS, PREFIX)
 
@@ -225,7 +225,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse(props(served_models.find(raw_request.query_params.get("model"))))
 
     async def change_props(_: Request) -> Response:
-        message = "/props: options are set when the server starts (penstock serve --help)"
+        message = "/props: options cannot be changed at run time; set them when the server starts (penstock serve)"
         raise PenstockError(Code.UNSUPPORTED, message)
 
     async def get_slots(raw_request: Request) -> Response:

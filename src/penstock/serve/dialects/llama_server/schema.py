@@ -1,4 +1,4 @@
-"""llama-server's requests and responses. Null fields of requests are dropped."""
+"""llama-server's requests and responses. A null field of a request counts as absent."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ WITHOUT_EFFECT = frozenset(
     "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers mirostat_tau mirostat_eta xtc_threshold "
     "dynatemp_exponent t_max_prompt_ms embd_normalize".split()
 )
-"""Ignored fields: how the model runs (set when the server starts), and parameters of unsupported samplers, which are
-refused when they are enabled."""
+"""Ignored fields: settings of the model (set when the server starts), and parameters of unsupported samplers (requests
+that enable such a sampler are rejected)."""
 UNSUPPORTED = unsupported(
     {
         "mirostat": (0,),
@@ -37,7 +37,7 @@ UNSUPPORTED = unsupported(
     },
     "is not supported",
 )
-"""Unsupported fields, with the values that have no effect and are accepted."""
+"""Unsupported field → values that have no effect and are accepted."""
 ERROR_PATHS = ("/completion", "/infill", "/props", "/slots", "/apply-template", "/embedding")
 ERROR_TYPES = {
     Code.INVALID: "invalid_request_error",
@@ -72,7 +72,7 @@ ERROR_FORMAT = LlamaServerErrorFormat(
 
 
 class LlamaRequest(RequestBody, kw_only=True):
-    """Base of all requests."""
+    """Base class of all llama-server requests."""
 
     reading: ClassVar = Reading("numbers", UNSUPPORTED, WITHOUT_EFFECT, drops_null=True)
 
@@ -80,14 +80,14 @@ class LlamaRequest(RequestBody, kw_only=True):
 Mixed = list[str | TokenId]
 """A prompt that mixes texts and token ids."""
 PromptField = str | Annotated[list[str | TokenId | Mixed], msgspec.Meta(min_length=1)]
-"""A text, token ids (which may be mixed with texts), or a list of these."""
+"""A text, a list of token ids and texts (one prompt), or a list of several such prompts."""
 
 
 class GenerationRequest(LlamaRequest, kw_only=True):
     """Fields of completion and infill requests."""
 
     model: str | None = None
-    """Default: the first model."""
+    """Name of a served model. Default: the first model."""
     stream: bool | None = None
     n_predict: Annotated[int, msgspec.Meta(ge=-2)] | None = None
     """Maximum number of tokens; -1 (default) and -2: as many as fit in the context; 0: only process the prompt."""
@@ -102,7 +102,7 @@ class GenerationRequest(LlamaRequest, kw_only=True):
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float | bool] | list[tuple[TokenId | str, float | bool]] | None = None
-    """Bias by token id, or by text for all of its tokens; false forbids the tokens."""
+    """Bias by token id, or by text (applied to each of its tokens); false forbids the tokens."""
     n_probs: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Number of most likely tokens to return with each token."""
     grammar: str | None = None
@@ -125,7 +125,7 @@ class InfillRequest(GenerationRequest, kw_only=True):
     input_prefix: str = ""
     input_suffix: str = ""
     input_extra: list[InfillFile] = msgspec.field(default_factory=list)
-    """Other files, before the prefix."""
+    """Other files of the repository, put before the prefix."""
     prompt: str = ""
     """Text with which the infilled code begins."""
 
@@ -150,7 +150,7 @@ class TokenizeRequest(LlamaRequest, kw_only=True):
     add_special: bool | None = None
     """Add the tokenizer's special tokens. Default: false."""
     with_pieces: bool | None = None
-    """Also return each token's text, or its bytes if they are not valid UTF-8."""
+    """Also return the text of each token, or its bytes if they are not valid UTF-8."""
 
 
 class TopProbability(msgspec.Struct, kw_only=True, gc=False):
@@ -179,13 +179,13 @@ class Timings(msgspec.Struct, kw_only=True):
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """A full response, or one event of a stream."""
+    """A full completion response, or one event of a stream."""
 
     index: int
-    """Index of the prompt."""
+    """Index of the prompt in the request."""
     content: str
     tokens: list[int] = []
-    """Token ids; in full responses only with ``return_tokens``."""
+    """Generated token ids; in full responses only with ``return_tokens``."""
     id_slot: int = -1
     stop: bool
     """True in a full response and in the last event."""
@@ -198,7 +198,7 @@ class Answer(msgspec.Struct, kw_only=True):
     has_new_line: bool | UnsetType = UNSET
     truncated: bool | UnsetType = UNSET
     stop_type: str | UnsetType = UNSET
-    """``eos``, ``limit`` or ``word``."""
+    """Reason of the end: ``eos``, ``limit`` (maximum number of tokens) or ``word`` (stop string)."""
     stopping_word: str | UnsetType = UNSET
     tokens_cached: int | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET

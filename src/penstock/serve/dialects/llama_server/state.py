@@ -9,7 +9,7 @@ from penstock.text.side_files import TOOL_USE
 from penstock.version import __version__
 
 RANDOM_SEED = 2**32 - 1
-"""Seed that llama-server reports for random seeds."""
+"""Seed that llama-server reports if the seed is random."""
 
 
 def settings_of(sampling: Any) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def props(service: ServedModel) -> dict[str, Any]:
 
 
 def slots(service: ServedModel) -> list[dict[str, Any]]:
-    """One slot per sequence that may run. The number of busy slots is that of running sequences; which ones is
-    arbitrary."""
+    """The response of ``/slots``: one slot per sequence that may run at the same time. The number of busy slots is the
+    number of running sequences; slots are not assigned to particular sequences."""
     running = service.gateway.engine_pool.stats.running
     length = service.gateway.engine_pool.known_engine().max_model_len
     return [

@@ -1,4 +1,4 @@
-"""Conversion of Ollama's requests to OpenAI's."""
+"""Conversion of Ollama's requests to OpenAI's chat and completion requests."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ WITHOUT_EFFECT = frozenset(
     "num_ctx num_batch num_gpu main_gpu num_thread num_keep use_mmap use_mlock low_vram vocab_only numa f16_kv "
     "repeat_last_n penalize_newline draft_num_predict".split()
 )
-"""Ignored options: how the model is loaded (set when the server starts), and the range of penalties, which apply to all
-tokens here."""
+"""Ignored options: settings of model loading (set when the server starts), and the token range of penalties (Penstock's
+penalties apply to all tokens)."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {"mirostat": (0,), "tfs_z": (1, 1.0), "typical_p": (1, 1.0)}
 """Unsupported options → values that have no effect and are accepted."""
 
 
 def chat_fields(request: ChatRequest, unknown: UnknownFields) -> dict[str, Any]:
-    """Convert a chat request to the fields of OpenAI's chat request. Raises ``PenstockError``."""
+    """Convert a chat request to the fields of OpenAI's chat request. Raises ``PenstockError`` for invalid fields."""
     fields = generation_fields(request, unknown)
     fields["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
     if request.tools:
@@ -43,9 +43,9 @@ def chat_fields(request: ChatRequest, unknown: UnknownFields) -> dict[str, Any]:
 
 
 def generate_fields(request: GenerateRequest, unknown: UnknownFields) -> dict[str, Any]:
-    """Convert a prompt to the fields of OpenAI's chat request, or with ``raw`` or ``suffix`` of its completion request.
+    """Convert a generate request to the fields of OpenAI's chat request, or completion request (``raw``, ``suffix``).
 
-    Raises ``PenstockError``.
+    Raises ``PenstockError`` for invalid or unsupported fields.
     """
     for name in ("template", "context"):
         if getattr(request, name):
@@ -64,7 +64,7 @@ def generate_fields(request: GenerateRequest, unknown: UnknownFields) -> dict[st
 
 
 def generation_fields(request: OllamaGeneration, unknown: UnknownFields) -> dict[str, Any]:
-    """Convert the fields that chat and generate requests share. Raises ``PenstockError``."""
+    """Convert the fields of ``OllamaGeneration``. Raises ``PenstockError`` as ``sampling_fields`` does."""
     fields = sampling_fields(request.options or {}, unknown)
     if request.format == "json":
         fields["response_format"] = {"type": "json_object"}
@@ -80,7 +80,7 @@ def generation_fields(request: OllamaGeneration, unknown: UnknownFields) -> dict
 
 
 def sampling_fields(options: Mapping[str, Any], unknown: UnknownFields) -> dict[str, Any]:
-    """Convert ``options`` to OpenAI's and vLLM's names. Raises ``PenstockError`` for unsupported ones."""
+    """Convert ``options`` to OpenAI's and vLLM's names. Raises ``PenstockError`` for invalid or unsupported options."""
     fields: dict[str, Any] = {}
     for name, value in options.items():
         if value is None or name in WITHOUT_EFFECT:
@@ -90,11 +90,12 @@ def sampling_fields(options: Mapping[str, Any], unknown: UnknownFields) -> dict[
         elif name == "num_predict":
             if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
                 raise invalid("num_predict", f"must be an integer, is {value!r}")
-            if value > 0:  # -1 (unlimited) and -2 (fill the context) set no limit
+            if value > 0:  # values up to 0 set no limit: -1 (unlimited), -2 (fill the context)
                 fields["max_tokens"] = int(value)
         elif name in NEUTRAL:
             if value not in NEUTRAL[name]:
-                raise PenstockError(Code.UNSUPPORTED, f"{name}: is not supported", name)
+                message = f"{name}: is not supported; leave it out, or set {NEUTRAL[name][0]}"
+                raise PenstockError(Code.UNSUPPORTED, message, name)
         else:
             unknown.ignore("options.", name, OPTIONS, value=value)
     return fields
@@ -119,7 +120,7 @@ def _message(message: OllamaMessage, where: str) -> dict[str, Any]:
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid(where, "must have a function with a name")
+        raise invalid(where, f"must have a function with a name, is {str(call)[:50]!r}")
     call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return call_id | {
         "type": "function",
@@ -128,5 +129,5 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _data_url(image: str) -> str:
-    """The ``image_url`` of a base64 image. Its media type does not matter: Pillow detects the format."""
+    """The ``image_url`` of a base64 image. The media type has no effect: Pillow detects the image format."""
     return image if image.startswith("data:") else f"data:image/png;base64,{image}"

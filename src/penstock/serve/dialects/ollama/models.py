@@ -18,7 +18,7 @@ LATEST = ":latest"
 
 
 class OllamaModels:
-    """Finds and describes models."""
+    """The served models under Ollama's names, with their descriptions in Ollama's format."""
 
     def __init__(self, served_models: ServedModels) -> None:
         self._served_models = served_models
@@ -27,7 +27,7 @@ class OllamaModels:
         """Find a model by name, with or without ``:latest``. Raises ``PenstockError``: ``not_found``, or ``invalid``
         without a name."""
         if not name:
-            raise PenstockError(Code.INVALID, "model is required", "model")
+            raise PenstockError(Code.INVALID, "model is required; GET /api/tags lists the models", "model")
         return self._served_models.find(self.name_of(name))
 
     def name_of(self, name: str) -> str:
@@ -36,11 +36,11 @@ class OllamaModels:
         return name if known else name.removesuffix(LATEST)
 
     def listed(self) -> list[dict[str, Any]]:
-        """Entries of all names of models and adapters."""
+        """The entries of ``/api/tags``: one for each name of a model or adapter."""
         return [self._entry(service, name) for service in self._served_models for name in service.all_names]
 
     def running(self) -> list[dict[str, Any]]:
-        """Entries of the loaded models: all of them."""
+        """The entries of ``/api/ps``. All served models are loaded."""
         return [
             {**one, "expires_at": "9999-12-31T23:59:59Z", "size_vram": 0, "context_length": self._context(one["name"])}
             for one in self.listed()

@@ -48,16 +48,16 @@ from .schema import (
 
 SCHEMAS = (ChatRequest, GenerateRequest, EmbedRequest, EmbeddingsRequest, ShowRequest, Answer)
 VERSION = "0.12.6"
-"""Version that ``/api/version`` returns; clients use it to choose features."""
+"""Ollama version that ``/api/version`` returns; clients use it to choose features."""
 UNSUPPORTED = ("create", "copy", "delete", "push")
 PREFIX = "ollama."
 """Prefix of schema names in the OpenAPI document."""
 TRUNCATE_TO_CONTEXT = -1
-"""Value of ``truncate_prompt_tokens``: the context length."""
+"""Value of ``truncate_prompt_tokens`` that truncates prompts to the context length."""
 
 
 class Delta(NamedTuple):
-    """Output of one step."""
+    """New output of one step."""
 
     text: str = ""
     thinking: str = ""
@@ -65,19 +65,19 @@ class Delta(NamedTuple):
 
 
 class _OllamaHandler(GenerationHandler, ABC):
-    """Base of the handlers."""
+    """Base class of the chat and prompt handlers."""
 
     is_chat = False
-    """True for ``/api/chat``, whose text is in ``message.content``; False for ``/api/generate`` (``response``)."""
+    """True for ``/api/chat`` (text in ``message.content``); False for ``/api/generate`` (text in ``response``)."""
     requested_model = ""
     """Model name in the request."""
 
     @abstractmethod
     def deltas(self, completion: CompletionOutput) -> list[Delta]:
-        """The output since the last call."""
+        """The output since the last call of this method."""
 
     def calls(self, completion: CompletionOutput) -> list[dict[str, Any]]:
-        """The tool calls of a finished chat."""
+        """The tool calls of a finished chat, in Ollama's format."""
         return []
 
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
@@ -113,7 +113,7 @@ class _OllamaHandler(GenerationHandler, ABC):
 
 
 class OllamaChatHandler(_OllamaHandler, ChatHandler):
-    """Handles a chat, or a prompt that is rendered with the chat template."""
+    """Handler of a chat request, or of a generate request with the chat template."""
 
     def deltas(self, completion: CompletionOutput) -> list[Delta]:
         return [
@@ -134,7 +134,7 @@ class OllamaChatHandler(_OllamaHandler, ChatHandler):
 
 
 class OllamaPromptHandler(_OllamaHandler, CompletionHandler):
-    """Handles a prompt that is completed without the chat template."""
+    """Handler of a generate request without the chat template (``raw`` or ``suffix``)."""
 
     def deltas(self, completion: CompletionOutput) -> list[Delta]:
         if (delta := self.cursors[completion.index].advance(completion)) is None:
@@ -244,14 +244,15 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
     async def pull(raw_request: Request) -> Response:
         request, _ = await api.read(raw_request, ShowRequest)
-        models.find(request.model or request.name)  # served models need no download
+        models.find(request.model or request.name)  # only checks the name: served models need no download
         return Response(encode({"status": "success"}) + b"\n", media_type=MEDIA_TYPE.decode())
 
     async def version(_: Request) -> Response:
         return JSONResponse({"version": VERSION})
 
     async def unsupported(raw_request: Request) -> Response:
-        message = f"{raw_request.url.path}: models are set when the server starts (penstock serve --model)"
+        path, hint = raw_request.url.path, "models are set when the server starts (penstock serve --model)"
+        message = f"{path}: not supported; {hint}"
         raise PenstockError(Code.UNSUPPORTED, message)
 
     chat_endpoint = api.endpoint(ChatRequest, chat, media=True)
@@ -271,7 +272,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
 
 def _loaded(request: ChatRequest | GenerateRequest, is_chat: bool) -> Response:
-    """Respond to a request without a prompt, by which clients load or unload a model."""
+    """Respond to a request without a prompt. Ollama's clients send it to load or unload a model."""
     reason = "unload" if request.keep_alive in (0, "0") else "load"
     answer = Answer(model=request.model or "", created_at=now(), done=True, done_reason=reason)
     if is_chat:

@@ -1,4 +1,4 @@
-"""Ollama's requests and responses: JSON objects, one per line in a stream. Null fields of requests are dropped."""
+"""Ollama's requests and responses: JSON objects, one per line in a stream. A null request field counts as absent."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
     content: str | None = None
     thinking: str | None = None
     images: list[str] | None = None
-    """Images in base64."""
+    """Base64 images."""
     tool_calls: list[dict[str, Any]] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    """Id of the tool call that this message is the result of."""
+    """Id of the tool call that produced this message (a tool result)."""
 
 
 class OllamaRequest(RequestBody, kw_only=True):
-    """Fields of all requests."""
+    """Fields of all Ollama requests."""
 
     reading: ClassVar = Reading(lax="", drops_null=True)
 
@@ -50,31 +50,31 @@ class ShowRequest(OllamaRequest, kw_only=True):
     name: str | None = None
     """Older name of ``model``."""
     verbose: bool | None = None
-    """Ignored."""
+    """Ignored: the response is never verbose."""
 
 
 class OllamaGeneration(OllamaRequest, kw_only=True):
     """Fields of chat and generate requests."""
 
     stream: bool | None = None
-    """Default: true."""
+    """Stream the response. Default: true."""
     format: Format | None = None
     """``json``, or a JSON Schema of the output."""
     think: Think | None = None
-    """Enable or disable thinking; a string is passed to the chat template as ``reasoning_effort``."""
+    """True or False: enable or disable thinking; a string: passed to the chat template as ``reasoning_effort``."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
 
 
 class ChatRequest(OllamaGeneration, kw_only=True):
     messages: list[OllamaMessage] = msgspec.field(default_factory=list)
-    """If empty, the response says that the model is loaded."""
+    """Chat history. If empty, the response only reports that the model is loaded."""
     tools: list[dict[str, Any]] | None = None
 
 
 class GenerateRequest(OllamaGeneration, kw_only=True):
     prompt: str = ""
-    """If empty, the response says that the model is loaded."""
+    """Text of the user. If empty, the response only reports that the model is loaded."""
     system: str | None = None
     images: list[str] | None = None
     raw: bool | None = None
@@ -88,7 +88,7 @@ class GenerateRequest(OllamaGeneration, kw_only=True):
 class EmbedRequest(OllamaRequest, kw_only=True):
     input: str | list[str]
     truncate: bool | None = None
-    """Truncate too long texts instead of refusing them. Default: true."""
+    """Truncate texts beyond the context length instead of rejecting them. Default: true."""
     dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
@@ -115,12 +115,12 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """A full response, or one line of a stream."""
+    """A full chat or generate response, or one line of a stream."""
 
     model: str
     created_at: str
     message: AnswerMessage | UnsetType = UNSET
-    """Output of a chat."""
+    """Output of a chat request."""
     response: str | UnsetType = UNSET
     """Output of a generate request."""
     thinking: str | UnsetType = UNSET
@@ -128,9 +128,9 @@ class Answer(msgspec.Struct, kw_only=True):
     done: bool = False
     done_reason: str | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
-    """Nanoseconds, like all durations."""
+    """Nanoseconds from arrival to the last token. All durations are in nanoseconds."""
     load_duration: int | UnsetType = UNSET
-    """Time in the queue."""
+    """Time in the queue, nanoseconds."""
     prompt_eval_count: int | UnsetType = UNSET
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
@@ -155,7 +155,7 @@ def now() -> str:
 
 
 def finish(answer: Answer, output: RequestOutput) -> Answer:
-    """Set the fields of the last line: finish reason, token counts and durations."""
+    """Set the fields of a full response or last line: finish reason, token counts and durations."""
     times, completion = output.times, output.outputs[0]
     answer.done, answer.done_reason = True, completion.finish_reason or "stop"
     answer.prompt_eval_count = len(output.prompt_token_ids)

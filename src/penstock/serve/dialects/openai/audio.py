@@ -1,4 +1,4 @@
-"""``/v1/audio/transcriptions`` and ``/v1/audio/translations``."""
+"""OpenAI's audio API: ``/v1/audio/transcriptions`` and ``/v1/audio/translations``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.serve.http.reply import encode, event
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.served_models import ServedModel
 
-if TYPE_CHECKING:  # they import NumPy, which only models that transcribe need
+if TYPE_CHECKING:  # these modules import NumPy, which only models that transcribe need
     from penstock.frontend.speech.processor import SpeechProcessor
     from penstock.frontend.speech.transcription import Segment, SpeechTask, Transcription
 
@@ -37,23 +37,23 @@ LISTS = (
 )
 """Form fields that may be repeated, with or without ``[]`` after the name."""
 UNSUPPORTED = {
-    "include": Unsupported("log probabilities of audio are not supported", ([],)),
-    "chunking_strategy": Unsupported("audio is split at the model's timestamps; leave it out"),
-    "known_speaker_names": Unsupported("speakers are not distinguished", ([],)),
-    "known_speaker_references": Unsupported("speakers are not distinguished", ([],)),
-    "keywords": Unsupported("put them in prompt", ([],)),
-    "languages": Unsupported("set one in language, or leave it out", ([],)),
+    "include": Unsupported("log probabilities of audio are not supported; leave it out", ([],)),
+    "chunking_strategy": Unsupported("audio is always split at the model's timestamps; leave it out"),
+    "known_speaker_names": Unsupported("speakers are not distinguished; leave it out", ([],)),
+    "known_speaker_references": Unsupported("speakers are not distinguished; leave it out", ([],)),
+    "keywords": Unsupported("is not supported; put keywords in prompt", ([],)),
+    "languages": Unsupported("is not supported; set one language in language, or leave both out", ([],)),
 }
 UNFINISHED = "\ufffd "
-"""Characters removed from the end of unfinished text: the replacement character for incomplete UTF-8, and spaces, which
-the final text may not have there."""
+"""Characters removed from the end of unfinished text: the replacement character (incomplete UTF-8), and spaces, which
+the final text may not contain at this position."""
 TOKEN_TIMES = PoolingParams(pooling_type="last", normalize=False)
 """Pooling parameters of requests with ``AudioInput.alignment``, which return token times."""
-NOT_A_TRANSCRIBER = "this model does not transcribe audio; Whisper models do"
+NOT_A_TRANSCRIBER = "this model does not transcribe audio; use a Whisper model"
 
 
 class TranscriptionRequest(RequestBody, kw_only=True):
-    """The fields of the form, without the file."""
+    """The fields of the multipart form, without the file."""
 
     reading: ClassVar = Reading(unsupported=UNSUPPORTED)
 
@@ -97,7 +97,7 @@ class TranscriptionWord(msgspec.Struct, kw_only=True):
 
 
 class TranscriptionResponse(msgspec.Struct, kw_only=True):
-    """A transcript. ``task`` to ``words`` are set with the response format ``verbose_json``."""
+    """A transcript. The fields from ``task`` to ``words`` are set with the response format ``verbose_json``."""
 
     text: str
     task: Literal["transcribe", "translate"] | UnsetType = UNSET
@@ -109,7 +109,7 @@ class TranscriptionResponse(msgspec.Struct, kw_only=True):
 
 
 class TranscriptionEvent(msgspec.Struct, kw_only=True):
-    """An event of a stream."""
+    """An event of a streamed transcript."""
 
     type: Literal["transcript.text.delta", "transcript.text.done"]
     delta: str | UnsetType = UNSET
@@ -118,7 +118,7 @@ class TranscriptionEvent(msgspec.Struct, kw_only=True):
 
 
 def fields_of(form: FormData) -> dict[str, Any]:
-    """The fields of a form without the file."""
+    """The fields of a multipart form, without the file. Fields in ``LISTS`` have a list of values."""
     fields: dict[str, Any] = {}
     for key, value in form.multi_items():
         name = key.removesuffix("[]")
@@ -132,17 +132,19 @@ def fields_of(form: FormData) -> dict[str, Any]:
 
 
 def read_request(fields: dict[str, Any], record: RequestRecord, translate: bool = False) -> TranscriptionRequest:
-    """Convert a form's fields. Raises ``PenstockError`` for invalid or unsupported values."""
+    """Convert the fields of a form to a request. Raises ``PenstockError`` for invalid or unsupported values."""
     if translate and "language" in fields:
         raise invalid("language", "is always English for translations; leave it out")
     if fields.get("response_format") == "diarized_json":
-        raise PenstockError(Code.UNSUPPORTED, "response_format: speakers are not distinguished", "response_format")
+        message = "response_format: diarized_json is not supported, as speakers are not distinguished; use verbose_json"
+        raise PenstockError(Code.UNSUPPORTED, message, "response_format")
     request = convert(fields, TranscriptionRequest, record.unknown)
     if translate and "word" in (request.timestamp_granularities or ()):
         message = "timestamp_granularities: word timestamps are supported for transcriptions, not for translations"
         raise PenstockError(Code.UNSUPPORTED, message, "timestamp_granularities")
     if request.timestamp_granularities and request.response_format != "verbose_json":
-        raise invalid("timestamp_granularities", "requires the response_format verbose_json")
+        message = f"requires the response_format verbose_json, not {request.response_format}"
+        raise invalid("timestamp_granularities", message)
     if request.stream and request.response_format not in ("json", "text"):
         message = f"stream: the response_format {request.response_format} cannot be streamed; use json or text"
         raise PenstockError(Code.UNSUPPORTED, message, "stream")
@@ -150,7 +152,7 @@ def read_request(fields: dict[str, Any], record: RequestRecord, translate: bool 
 
 
 class TranscriptionHandler:
-    """Transcribes or translates one file."""
+    """Handler of one request: transcribes or translates an audio file."""
 
     def __init__(
         self,
@@ -165,7 +167,7 @@ class TranscriptionHandler:
         if speech is None:
             raise PenstockError(Code.UNSUPPORTED, NOT_A_TRANSCRIBER, "model")
         if len(file) > speech.max_file_size:
-            message = f"file: must have at most {speech.max_file_size} bytes (max_audio_size)"
+            message = f"file: has {len(file)} bytes; the maximum is {speech.max_file_size} (max_audio_size)"
             raise PenstockError(Code.TOO_LARGE, message, "file", speech.max_file_size)
         service.adapter_of(request.model)
         self._speech: SpeechProcessor = speech
@@ -202,7 +204,7 @@ class TranscriptionHandler:
         return await gateway.in_media_thread(lambda: self._speech.open(file, self._task, max_len))
 
     async def _texts(self, transcription: Transcription) -> AsyncGenerator[str, None]:
-        """The text so far: after each step if the request is streamed, otherwise after each window."""
+        """Transcribe the audio; yields the text so far after each step (streamed) or each window of audio."""
         gateway = self._service.gateway
         while window := await gateway.in_media_thread(transcription.next_window):
             prompt, audio, max_tokens = window
@@ -226,7 +228,7 @@ class TranscriptionHandler:
             yield transcription.text()
 
     async def _times(self, prompt: list[int], audio: AudioInput) -> list[float]:
-        """The times of tokens in the audio (``AudioInput.alignment``)."""
+        """The times of tokens in the audio, seconds (``AudioInput.alignment``)."""
         tokenized = TokenizedPrompt(prompt, audio=audio)
         stream = generate(self._service, self._record, tokenized, NO_GENERATION, pooling=TOKEN_TIMES)
         async with aclosing(stream) as outputs:
@@ -293,7 +295,7 @@ def _usage(transcription: Transcription) -> AudioUsage:
 
 
 def _time(seconds: float, separator: str) -> str:
-    """Format as hours, minutes, seconds and milliseconds."""
+    """Format a time as ``HH:MM:SS``, ``separator`` and milliseconds."""
     whole, milliseconds = divmod(round(seconds * 1000), 1000)
     return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}{separator}{milliseconds:03}"
 

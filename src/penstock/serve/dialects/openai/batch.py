@@ -1,4 +1,4 @@
-"""OpenAI's batch format: one request per input line, one result per output line, with responses as over HTTP."""
+"""OpenAI's batch format: one request per input line, and one result (a response as over HTTP) per output line."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
     """A request: one line of an input file."""
 
     custom_id: Annotated[str, msgspec.Meta(min_length=1)]
-    """Request id of the client."""
+    """Id that the client gives to the request; unique in the file."""
     method: Literal["POST"]
     url: str
     body: msgspec.Raw
-    """JSON of the request; parsed only when it is processed."""
+    """JSON of the request; parsed when the line is processed."""
 
 
 class BatchResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,13 +56,13 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     custom_id: str | None
-    """None for an invalid line."""
+    """Id given by the client; None for an invalid line."""
     response: BatchResponse | None
     error: BatchError | None
 
 
 async def answer(service: ServedModel, record: RequestRecord, url: str, body: bytes) -> tuple[int, bytes]:
-    """Process a request without streaming.
+    """Process a request without streaming. Failures are returned as error responses.
 
     Args:
         record: receives the token counts, or the failure.

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``."""
+"""Handler of OpenAI's ``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ Reason = Literal["stop", "length", "tool_calls"] | None
 
 
 class ChatHandler(ChoiceHandler, ChatGeneration):
-    """Handles one request."""
+    """Handler of one chat request."""
 
     request: ChatRequest
     top_logprob = TopLogprob
-    """Struct of an entry of ``top_logprobs``."""
+    """Struct class of the entries of ``top_logprobs``."""
 
     def __init__(self, service: ServedModel, record: RequestRecord, request: ChatRequest, size: int) -> None:
         super().__init__(service, record, request, size)
         self._vocabulary = service.gateway.input_processor.tokenizer.vocabulary
         self._byte_lists: dict[int, list[int]] = {}
-        """Cache of token id → list of bytes, for logprobs."""
+        """Token id → bytes of the token as a list: a cache for logprobs."""
         self._has_begun = False
-        """True after the first event of a stream."""
+        """True after the first event of the stream."""
         self.id = f"chatcmpl-{record.request_id}"
         self.created = int(time.time())
 
@@ -71,7 +71,7 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
         chunks += self.delta_choices(completion)
         for chunk in chunks:
             if chunk.delta == ChatDelta():
-                chunk.delta.content = ""  # as in vLLM: example clients print the content, which must not be null
+                chunk.delta.content = ""  # not null, as in vLLM: example clients print the content unchecked
             if with_ids:
                 chunk.delta.completion_token_ids = chunk.token_ids
         return chunks
@@ -94,9 +94,9 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
         return answer
 
     def delta_choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
-        """The choices for the output of one step: one per part, and one with the finish reason, as OpenAI sends them.
+        """The choices of one step, as OpenAI sends them: one per message part, and one with the finish reason.
 
-        Logprobs and token ids of the step are in the first one.
+        Logprobs and token ids of the step are in the first choice.
         """
         cursor = self.cursors[completion.index]
         new = cursor.advance(completion)
@@ -148,7 +148,7 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
         return choice
 
     def _reason(self, completion: CompletionOutput, called: bool) -> Reason:
-        """``finish_reason`` as in OpenAI's API: ``stop``, not ``tool_calls``, if ``tool_choice`` names a tool."""
+        """OpenAI's ``finish_reason``; after tool calls, ``tool_calls``, or ``stop`` if ``tool_choice`` names a tool."""
         if completion.finish_reason == "stop":
             return "tool_calls" if called and not isinstance(self.request.tool_choice, NamedTool) else "stop"
         return "length"

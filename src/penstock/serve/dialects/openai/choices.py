@@ -1,4 +1,4 @@
-"""Base of handlers whose responses consist of choices, as in OpenAI's completions and chats."""
+"""Base class of handlers of OpenAI's completions and chats: a response is a list of choices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .schema import usage_of
 
 
 class ChoiceHandler(GenerationHandler, ABC):
-    """Formats one choice per sequence, the usage, and ``DONE`` at the end of streams."""
+    """Base class of handlers that respond with one choice per sequence and the usage. Streams end with ``DONE``."""
 
     request: GenerationRequest
     id: str
@@ -30,18 +30,18 @@ class ChoiceHandler(GenerationHandler, ABC):
 
     @abstractmethod
     async def chunks(self, i: int, output: RequestOutput, completion: CompletionOutput) -> Sequence[msgspec.Struct]:
-        """The choices for the output of one step of a sequence, one per event."""
+        """The choices for the output of one step of a sequence. Each choice is sent as one event."""
 
     @abstractmethod
     def response(self, choices: Any, usage: Any) -> msgspec.Struct:
-        """The object of an event."""
+        """The response object of one event."""
 
     async def document(self, choices: Any, outputs: list[RequestOutput]) -> msgspec.Struct:
-        """The object of a response that is not streamed."""
+        """The response object of a request that is not streamed."""
         return self.response(choices, self.usage(outputs))
 
     async def chunk(self, choice: Any, output: RequestOutput) -> msgspec.Struct:
-        """The object of an event with one choice."""
+        """The response object of an event with one choice."""
         return self.response([choice], self.step_usage(output))
 
     def usage(self, outputs: list[RequestOutput]) -> Any:
@@ -49,7 +49,7 @@ class ChoiceHandler(GenerationHandler, ABC):
         return usage_of(outputs)
 
     def step_usage(self, output: RequestOutput) -> Any:
-        """The ``usage`` field of the events of a step."""
+        """The ``usage`` field of the events of a step; ``UNSET`` without ``stream_options.include_usage``."""
         options = self.request.stream_options
         if not (options and options.include_usage):
             return UNSET
@@ -77,7 +77,7 @@ class ChoiceHandler(GenerationHandler, ABC):
         return event(self.response([], self.usage([*self.last.values()]))) + DONE
 
     def prompt_text(self, output: RequestOutput) -> str:
-        """The prompt as text; decoded if it was given as token ids."""
+        """The prompt as text; a prompt of token ids is decoded."""
         if output.prompt is not None:
             return output.prompt
         tokenizer = self.service.gateway.input_processor.tokenizer

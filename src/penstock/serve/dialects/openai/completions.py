@@ -1,4 +1,4 @@
-"""``/v1/completions``."""
+"""Handler of OpenAI's ``/v1/completions``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .schema import (
 
 
 class CompletionHandler(ChoiceHandler):
-    """Handles one request."""
+    """Handler of one completion request."""
 
     request: CompletionRequest
 
@@ -51,18 +51,18 @@ class CompletionHandler(ChoiceHandler):
         self.suffix = request.suffix or ""
         if self.suffix:
             if request.truncate_prompt_tokens is not None:
-                raise invalid("truncate_prompt_tokens", "cannot be combined with suffix")
+                raise invalid("truncate_prompt_tokens", "cannot be combined with suffix; leave one out")
             ends = infill_format(self.tokenizer).ends
             self.sampling = sampling.replace(stop_token_ids=(*sampling.stop_token_ids, *ends))
         self.num_hidden_tokens = 1 if request.max_tokens == 0 else 0
-        """Number of generated tokens per sequence that are not returned (1 with ``max_tokens`` 0)."""
+        """Number of generated tokens per sequence that are not returned: 1 with ``max_tokens`` 0, otherwise 0."""
         field = "prompt" if request.prompt_token_ids is None else "prompt_token_ids"
         self._prompts = one_or_several(getattr(request, field), field, "prompts")
         self._size = sum([len(prompt) for prompt in self._prompts if isinstance(prompt, str)])
         self._offsets: defaultdict[int, int] = defaultdict(int)
-        """Number of characters of the tokens in logprobs so far, by choice."""
+        """Choice index → number of characters of the tokens in its logprobs so far."""
         self.cursors: defaultdict[int, SequenceCursor] = defaultdict(SequenceCursor)
-        """Position up to which the output has been formatted, by choice."""
+        """Choice index → position up to which the output has been formatted."""
         self.id = f"cmpl-{record.request_id}"
         self.created = int(time.time())
 
@@ -95,7 +95,7 @@ class CompletionHandler(ChoiceHandler):
         return TokenizedPrompt(truncate(token_ids, request, self.max_model_len - (self.sampling.max_tokens or 1)))
 
     def number(self, i: int, completion: CompletionOutput) -> int:
-        """The index of a sequence's choice."""
+        """The choice index of a sequence of prompt ``i``."""
         return i * self.sampling.n + completion.index
 
     async def full_choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
@@ -144,7 +144,7 @@ class CompletionHandler(ChoiceHandler):
     async def _logprobs(
         self, number: int, positions: list[PositionLogprobs | None], prompt: RequestOutput | None
     ) -> CompletionLogprobs:
-        """The logprobs of consecutive tokens; long lists are built in chunks, one per turn of the event loop."""
+        """The logprobs of consecutive tokens. Long lists are encoded in chunks, one per turn of the event loop."""
         if len(positions) <= CHUNK_SIZE:
             return self.logprobs_of(number, positions, prompt)
         parts: dict[str, list[bytes]] = {name: [] for name in CompletionLogprobs.__struct_fields__}
@@ -162,8 +162,8 @@ class CompletionHandler(ChoiceHandler):
         """The logprobs of consecutive prompt and output tokens of a choice.
 
         Args:
-            positions: logprobs of each token; None for the first token of the prompt, which has none.
-            prompt: output with the prompt's token ids; required if ``positions`` has a None.
+            positions: logprobs of each token; None for the first token of the prompt (it has no logprobs).
+            prompt: output with the token ids of the prompt; required if ``positions`` contains None.
         """
         as_ids = self.request.return_tokens_as_token_ids
         result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
@@ -187,17 +187,17 @@ class CompletionHandler(ChoiceHandler):
 
 
 def completion_sampling(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """The sampling parameters of a completion. With ``max_tokens`` 0 one token is generated and not returned.
+    """The sampling parameters of a completion. With ``max_tokens`` 0, one token is generated but not returned.
 
-    Raises ``PenstockError`` (``invalid``) for contradictions.
+    Raises ``PenstockError`` (``invalid``) for contradictory fields.
     """
     if request.max_tokens == 0 and not request.echo:
-        raise invalid("max_tokens", "must be at least 1, or 0 with echo", 1)
+        raise invalid("max_tokens", "must be at least 1, is 0 (0 is allowed with echo)", 1)
     overrides: dict[str, Any] = {"logprobs": request.logprobs}
     if request.max_tokens is not None:
         overrides["max_tokens"] = max(request.max_tokens, 1)
     if request.echo and request.logprobs is not None:
         if request.prompt_logprobs is not None:
-            raise invalid("prompt_logprobs", "cannot be combined with logprobs and echo, which return them already")
+            raise invalid("prompt_logprobs", "cannot be combined with logprobs and echo; leave prompt_logprobs out")
         overrides["prompt_logprobs"] = request.logprobs
     return sampling_of(request, defaults, **overrides)

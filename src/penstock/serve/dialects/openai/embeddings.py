@@ -1,4 +1,4 @@
-"""``/v1/embeddings``, and vLLM's ``/pooling``."""
+"""Requests, responses and handlers of OpenAI's ``/v1/embeddings`` and vLLM's ``/pooling``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .schema import one_or_several
 
 
 class VectorRequest(InputRequest, kw_only=True, forbid_unknown_fields=True):
-    """Fields of embedding and pooling requests."""
+    """Fields that embedding and pooling requests share."""
 
     encoding_format: Literal["float", "base64"] | None = None
-    """JSON numbers (default), or float32 in base64."""
+    """Format of vectors: JSON numbers (default), or base64 of float32."""
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     """Number of leading dimensions to keep, before normalization."""
     normalize: bool | None = None
@@ -29,12 +29,12 @@ class VectorRequest(InputRequest, kw_only=True, forbid_unknown_fields=True):
 
 class EmbeddingRequest(VectorRequest, kw_only=True, forbid_unknown_fields=True):
     prompt_name: str | None = None
-    """Name of the checkpoint's prompt that is prepended to texts. Default: its default prompt; empty: none."""
+    """Name of the checkpoint's prompt to prepend to texts. Default: the checkpoint's default; empty: no prompt."""
 
 
 class PoolRequest(VectorRequest, kw_only=True, forbid_unknown_fields=True):
     task: Literal["embed", "classify", "score", "token_embed", "token_classify"] | None = None
-    """Tasks with the prefix ``token_`` return a vector per token. Default: the task of the checkpoint."""
+    """Pooling task. The ``token_`` tasks return a vector per token. Default: the task of the checkpoint."""
 
 
 class Embedding(msgspec.Struct, kw_only=True):
@@ -86,7 +86,7 @@ class EmbeddingHandler(PoolingHandler):
 
 
 class PoolHandler(PoolingHandler):
-    """Handles a request for any task. The data is a list of numbers per text, or for ``token_`` tasks per token."""
+    """Handler of a pooling request. The result of a text is a vector, or with a ``token_`` task one per token."""
 
     kind = "pool"
 
@@ -111,6 +111,6 @@ def _base64(output: RequestOutput) -> str:
 
 
 def _pooling_params(request: VectorRequest) -> PoolingParams:
-    """The pooling parameters of a request. For embeddings, ``use_activation`` is another name of ``normalize``."""
+    """The pooling parameters of a request. If ``normalize`` is absent, ``use_activation`` is used in its place."""
     normalize = request.use_activation if request.normalize is None else request.normalize
     return PoolingParams(dimensions=request.dimensions, normalize=normalize, use_activation=request.use_activation)

@@ -1,4 +1,4 @@
-"""Base of embedding, score and classification requests and their handlers."""
+"""Base classes of embedding, score and classification requests and of their handlers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Input = str | list[int] | Texts
 
 
 class PoolingRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
-    """Fields of all embedding, score and classification requests. Null fields are dropped."""
+    """Fields of all embedding, score and classification requests. A null field counts as absent."""
 
     reading: ClassVar = Reading(
         unsupported=unsupported(
@@ -49,12 +49,12 @@ class PoolingRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
     )
 
     model: str | None = None
-    """Absent or "default": the served model."""
+    """Name of a served model or adapter; absent or "default": the first model."""
     add_special_tokens: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    """Lower values run first, with the scheduling policy ``priority``."""
+    """Scheduling priority; lower values run first. Has an effect with the scheduling policy ``priority``."""
     cache_salt: str | None = None
-    """Share cached prefixes only with requests with the same salt."""
+    """Cached prefixes are shared only between requests with the same salt."""
     user: str | None = None
     use_activation: bool | None = None
     """Return classes and scores as probabilities, and normalize embeddings. Default: from the checkpoint."""
@@ -70,7 +70,7 @@ class EmbeddingUsage(msgspec.Struct, kw_only=True):
 
 
 class PoolingHandler(GenerationHandler, ABC):
-    """Base of the handlers: computes one vector per prompt."""
+    """Base class of handlers that compute one vector, or one per token, for each prompt."""
 
     kind = ""
     """Prefix of response ids."""
@@ -88,15 +88,15 @@ class PoolingHandler(GenerationHandler, ABC):
         self._created = int(time.time())
 
     async def prompts(self) -> list[tuple[str, Input]]:
-        """The name of each prompt's field, and the prompt."""
+        """The prompts, each with the name of its request field (for errors)."""
         return [(self.field, prompt) for prompt in self._prompts]
 
     @abstractmethod
     def response(self, outputs: list[RequestOutput]) -> object:
-        """The response, from the finished outputs in the order of the prompts."""
+        """Make the response from the finished outputs, which are in the order of the prompts."""
 
     def answer(self, schema: Callable[..., object], data: Sequence[object], outputs: list[RequestOutput]) -> object:
-        """Make a response with a list of results."""
+        """Make a response of the class ``schema`` with the results ``data``."""
         return schema(id=self.id, created=self._created, model=self.model, data=data, usage=usage(outputs))
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
@@ -105,14 +105,14 @@ class PoolingHandler(GenerationHandler, ABC):
         return merge_streams([self._vector(i, field, prompt, size) for i, (field, prompt) in enumerate(prompts)])
 
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
-        return await asyncio.to_thread(lambda: encode(self.response(outputs)))  # slow for many long vectors
+        return await asyncio.to_thread(lambda: encode(self.response(outputs)))  # encoding many long vectors is slow
 
     def _classifier(self) -> PoolingParams:
         """Pooling parameters for classification and scoring, from the checkpoint and the request."""
         return self._pooler.classifier_params(PoolingParams(use_activation=self._request.use_activation))
 
     async def _vector(self, index: int, field: str, prompt: Input, size: int) -> AsyncGenerator[Output, None]:
-        """The output stream of one prompt; ``size`` is the total number of characters of all prompts."""
+        """Compute one prompt; yields its outputs. ``size`` is the total number of characters of all prompts."""
         try:
             if isinstance(prompt, str):
                 prompt = Texts(prompt, add_special_tokens=self._special)
@@ -131,12 +131,12 @@ class PoolingHandler(GenerationHandler, ABC):
             raise PenstockError(failure.code, f"{field}: {message}", field, failure.limit, failure.value) from error
 
     def _with_limit(self, texts: Texts) -> Texts:
-        """Texts with the limit from the request's ``truncate_prompt_tokens``."""
+        """Add the token limit of the request (``truncate_prompt_tokens``) to a prompt."""
         limit = self._request.truncate_prompt_tokens
         if limit is None:
             return texts
         if limit == 0:
-            raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for the context length", 1)
+            raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for the context length, is 0", 1)
         side = self._request.truncation_side or "right"
         return msgspec.structs.replace(texts, max_len=self.max_model_len if limit == -1 else limit, side=side)
 

@@ -1,4 +1,4 @@
-"""Routes of OpenAI's API and vLLM's additions to it."""
+"""Routes of OpenAI's API, with vLLM's additions."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ POOLING: dict[str, tuple[type[RequestBody], type[PoolingHandler], type, str]] = 
     "/classify": (ClassifyRequest, ClassifyHandler, ClassifyResponse, "Classify texts"),
     "/pooling": (PoolRequest, PoolHandler, PoolResponse, "Pooled hidden states of texts"),
 }
-"""Path → request schema, handler, response schema and summary."""
+"""Path → request schema, handler, response schema and summary of a pooling endpoint."""
 REQUESTS = (
     CompletionRequest,
     ChatRequest,
@@ -106,10 +106,10 @@ RESPONSES = (
 
 
 class OpenAI(SharedPathDialect):
-    """The default dialect of the shared paths.
+    """OpenAI's completions and chats: the default dialect of the shared paths.
 
     Args:
-        check: additional check of the sampling parameters, which raises ``PenstockError``.
+        check: additional check of the sampling parameters; raises ``PenstockError``.
     """
 
     error_format = ERROR_FORMAT
@@ -126,7 +126,7 @@ class OpenAI(SharedPathDialect):
 
     def completion(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
         if fields.get("prompt_token_ids"):
-            fields.setdefault("prompt", "")  # required by the schema, but not used
+            fields.setdefault("prompt", "")  # the schema requires prompt, but prompt_token_ids replaces it
         request = parse_request(self._served_models, fields, CompletionRequest, raw_request)
         service = self._served_models.find(request.model)
         handler = self.completion_handler(service, record_of(raw_request.scope), request)
@@ -144,7 +144,10 @@ class OpenAI(SharedPathDialect):
 
 
 def parse_request(served_models: ServedModels, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
-    """Convert the JSON object of a request; checks ``require_model``, and applies ``request_id`` if it has one."""
+    """Convert the JSON object of a request; its ``request_id`` is used unless the header ``X-Request-Id`` has one.
+
+    Raises ``PenstockError`` as ``convert`` does, and ``invalid`` without a model if ``require_model`` is set.
+    """
     if served_models.options.require_model and "model" in schema.__struct_fields__ and fields.get("model") is None:
         raise invalid("model", f"is missing; must be {' or '.join(service.name for service in served_models)}")
     record = record_of(raw_request.scope)
@@ -159,15 +162,15 @@ def parse_request(served_models: ServedModels, fields: dict[str, Any], schema: t
 
 
 class OpenAIRoutes(DialectRoutes):
-    """Converts requests with ``parse_request``."""
+    """Routes that convert request bodies with ``parse_request``."""
 
     def convert(self, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
         return parse_request(self.served_models, fields, schema, raw_request)
 
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
-    """Add all routes except completions and chats."""
-    routes.error_formats.add_exact(routes.error_formats.default, "/v2/rerank")  # other paths under /v2 are KServe's
+    """Add all routes of OpenAI's API except completions and chats (``dispatch.add_shared_routes``)."""
+    routes.error_formats.add_exact(routes.error_formats.default, "/v2/rerank")  # KServe has all other /v2 paths
     schemas = (*REQUESTS, *RESPONSES, *AUDIO_SCHEMAS)
     api = OpenAIRoutes(routes, served_models, schemas=schemas, failure=ErrorResponse)
 
@@ -201,7 +204,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         request, _ = await api.read(raw_request, LoadAdapterRequest)
         service = served_models.find(request.base_model_name)
         if request.lora_name == DEFAULT_NAME or any(request.lora_name in each.names for each in served_models.models):
-            raise invalid("lora_name", f"{request.lora_name!r} is the name of a model; choose another")
+            raise invalid("lora_name", f"{request.lora_name!r} is the name of a model; choose another name")
         if any(request.lora_name in each.gateway.engine_pool.adapters for each in served_models):
             raise invalid("lora_name", f"{request.lora_name!r} is already loaded; unload it first")
         await service.gateway.engine_pool.load_adapter(request.lora_name, request.lora_path)
@@ -218,7 +221,8 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         gateway = service.gateway
         tokenizer = gateway.input_processor.tokenizer
         if (request.prompt is None) == (request.messages is None):
-            raise invalid("prompt", "give either prompt or messages")
+            found = "neither" if request.prompt is None else "both"
+            raise invalid("prompt", f"give either prompt or messages; the request has {found}")
         if request.messages is not None:
             options = template_options(
                 request, request.tools, gateway.input_processor.chats.response_formats().tools is not None
@@ -254,7 +258,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
                 file = await form.file.read()
             request = read_request(fields, record, translate)
             if options.require_model and request.model is None:
-                raise invalid("model", "is missing")
+                raise invalid("model", f"is missing; must be {' or '.join(each.name for each in served_models)}")
             service = served_models.find(request.model)
             handler = TranscriptionHandler(service, record, request, file, translate)
             if request.stream or handler.is_json:
@@ -282,7 +286,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
 
 def shared_paths() -> dict[str, dict[str, Any]]:
-    """OpenAPI operations of the paths that several dialects share, by path."""
+    """Path → OpenAPI operation of the paths that several dialects share."""
     return {
         path: operation(reference(answer), reference(ErrorResponse), reference(request), streamed=True)
         for path, answer, request in (

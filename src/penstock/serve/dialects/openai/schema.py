@@ -1,5 +1,5 @@
-"""Requests and responses of OpenAI's API, with the fields that vLLM and FastDeploy add. Chat requests are in
-``serve/chat/request.py``; embeddings, scores and audio have their schemas in their modules."""
+"""Requests and responses of OpenAI's API, with the fields that vLLM and FastDeploy add. Chat requests are defined in
+``serve/chat/request.py``; schemas of embeddings, scores and audio are in the modules of their handlers."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from penstock.serve.http.status import STATUS
 
 T = TypeVar("T")
 MAX_PROMPTS = 2048
+"""Maximum number of prompts in a request."""
 PROMPT_SCHEMAS = [
     {"type": "string"},
     {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"type": "string"}},
@@ -49,9 +50,9 @@ Prompts = Annotated[
 ]
 """One or several prompts, as texts or lists of token ids."""
 CHUNK_SIZE = 32
-"""Number of positions whose logprobs are encoded in one turn of the event loop."""
+"""Number of positions (tokens) for which logprobs are encoded in one turn of the event loop."""
 MIN_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON cannot represent."""
+"""Log probability that replaces minus infinity, which JSON cannot represent."""
 ERROR_TYPES = {
     Code.UNAUTHORIZED: "authentication_error",
     Code.NOT_FOUND: "not_found_error",
@@ -67,7 +68,7 @@ ERROR_CODES = {
     Code.TOO_LONG: "context_length_exceeded",
 }
 FIELD_NAMES = {"bad_word_ids": "bad_words_token_ids"}
-"""Internal field name → OpenAI's, for errors."""
+"""Internal field name → field name in OpenAI's API, for errors."""
 CHAT_FIELD_NAMES = FIELD_NAMES | {"prompt": "messages"}
 Metadata = Annotated[
     dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
@@ -79,29 +80,30 @@ Metadata = Annotated[
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     prompt: Prompts
     prompt_token_ids: Annotated[list[TokenId | TokenIds], msgspec.Meta(min_length=1)] | None = None
-    """Replaces ``prompt`` (FastDeploy)."""
+    """Prompts as token ids, used instead of ``prompt`` (FastDeploy)."""
     max_tokens: Count | None = None
-    """Default: 16. 0 requires ``echo``."""
+    """Maximum number of generated tokens. Default: 16; 0 requires ``echo``."""
     echo: bool | None = None
     """Return the prompt before the completion."""
     suffix: str | Annotated[dict[str, Any], msgspec.Meta(max_length=0)] | None = None
-    """Text after the completion (fill-in-the-middle). FastDeploy's clients send an empty object for none."""
+    """Text after the completion (fill-in-the-middle). FastDeploy's clients send an empty object instead of null."""
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
 
 
+CHAT_ONLY = "is for chats only; leave it out, or use /v1/chat/completions"
 CHAT_ONLY_FIELDS = frozenset(ChatRequest.__struct_fields__).difference(CompletionRequest.__struct_fields__)
 CompletionRequest.reading = Reading(
     unsupported=UNSUPPORTED
     | {
-        name: Unsupported("is for chats only", UNSUPPORTED[name].neutral if name in UNSUPPORTED else (), Code.INVALID)
+        name: Unsupported(CHAT_ONLY, UNSUPPORTED[name].neutral if name in UNSUPPORTED else (), Code.INVALID)
         for name in CHAT_ONLY_FIELDS
     }
 ).accepting(CompletionRequest)
 
 
 class TokenizeRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """A prompt or messages to tokenize."""
+    """Request to tokenize a prompt or messages."""
 
     reading: ClassVar = Reading(
         unsupported=unsupported({"chat_template": (), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},)})
@@ -124,14 +126,14 @@ class DetokenizeRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class LoadAdapterRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """Load a LoRA adapter in PEFT's format."""
+    """Request to load a LoRA adapter in PEFT's format."""
 
     lora_name: NonEmptyText
-    """Name by which requests select the adapter (``model``)."""
+    """Name of the adapter, which requests send as ``model``."""
     lora_path: NonEmptyText
-    """Folder on the server."""
+    """Folder of the adapter on the server."""
     base_model_name: str | None = None
-    """Base model of the adapter; default: the first model."""
+    """Served model that the adapter is for. Default: the first model."""
 
 
 class UnloadAdapterRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
@@ -186,7 +188,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[int, dict[str, Any]] | None] | UnsetType = UNSET
 
     def chunks(self) -> list[CompletionChoice]:
-        """Split for a stream: the finish reason is in a separate chunk after the text, as OpenAI sends it."""
+        """Split the choice for a stream: like OpenAI, send the finish reason in a separate chunk after the text."""
         if self.finish_reason is None or not (self.text or self.logprobs or self.token_ids):
             return [self]
         end = CompletionChoice(
@@ -238,7 +240,7 @@ class FunctionDelta(msgspec.Struct, kw_only=True):
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """The first delta of a call has its id, type and name; each delta has a part of its arguments."""
+    """New part of a tool call: id, type and name in the first delta of the call, and a part of the arguments."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -250,12 +252,12 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     reasoning: str | UnsetType | None = None
-    """Reasoning, under vLLM's current name; ``reasoning_content`` is its older name."""
+    """Reasoning text. ``reasoning`` is vLLM's current field name, ``reasoning_content`` the older one."""
     reasoning_content: str | UnsetType | None = None
     tool_calls: list[ResponseToolCall] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     completion_token_ids: list[int] | UnsetType = UNSET
-    """For FastDeploy's clients."""
+    """Same as ``ChatChoice.token_ids``, for FastDeploy's clients."""
     refusal: None = None
 
 
@@ -263,7 +265,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    """Omitted without reasoning, as in vLLM."""
+    """New reasoning text; omitted if empty, as in vLLM."""
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -319,7 +321,7 @@ class Model(msgspec.Struct, kw_only=True):
     owned_by: str = "penstock"
     root: str
     parent: str | None = None
-    """Base model of an adapter."""
+    """Base model of an adapter; None for a model."""
     max_model_len: int | None
 
 
@@ -349,8 +351,8 @@ class OpenAIErrorFormat(ErrorFormat):
 
 
 async def encode_in_chunks(items: Sequence[T], make: Callable[[T], Any], fair_queue: FairQueue) -> Any:
-    """Make a list of ``make(item)`` for msgspec to encode. Long lists are encoded in chunks, one per turn of the event
-    loop."""
+    """Return the list of ``make(item)``, to be encoded by msgspec. Long lists are encoded here, in chunks, one per turn
+    of the event loop."""
     if len(items) <= CHUNK_SIZE:
         return list(map(make, items))
     parts = []
@@ -361,15 +363,15 @@ async def encode_in_chunks(items: Sequence[T], make: Callable[[T], Any], fair_qu
 
 
 def join_json(parts: Sequence[bytes]) -> msgspec.Raw:
-    """Join encoded list elements to a JSON list."""
+    """Join encoded list elements (separated by commas in each part) to a JSON list."""
     return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
 
 def error_of(failure: Failure) -> ErrorResponse:
-    """A failure in OpenAI's format."""
+    """Convert a failure to OpenAI's error response."""
     no_model = failure.code is Code.NOT_FOUND and failure.field == "model"
     message = failure.message
-    if failure.code is Code.TOO_LONG:  # LiteLLM and LangChain match this message
+    if failure.code is Code.TOO_LONG:  # LiteLLM and LangChain recognize the error by this message
         longest = f"This model's maximum context length is {failure.limit:.0f} tokens."
         requested = f"However, your {failure.field} resulted in {failure.value:.0f} tokens."
         message = f"{longest} {requested} Please reduce the length of the {failure.field}."
@@ -384,10 +386,10 @@ def error_of(failure: Failure) -> ErrorResponse:
 
 
 def usage_of(outputs: list[RequestOutput], num_hidden_tokens: int = 0) -> Usage:
-    """Token counts of a request's prompts and all their sequences, minus ``num_hidden_tokens`` per sequence."""
+    """Token counts of the prompts and sequences of a request, minus ``num_hidden_tokens`` per sequence."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion_tokens = sum(max(len(m.token_ids) - num_hidden_tokens, 0) for output in outputs for m in output.outputs)
-    completion_tokens += sum(output.num_discarded_tokens for output in outputs)  # OpenAI counts them, too
+    completion_tokens += sum(output.num_discarded_tokens for output in outputs)  # OpenAI counts them for best_of
     cached = sum(output.num_cached_tokens for output in outputs)
     reasoning = sum(m.reasoning_tokens for output in outputs for m in output.outputs)
     return Usage(
@@ -400,12 +402,12 @@ def usage_of(outputs: list[RequestOutput], num_hidden_tokens: int = 0) -> Usage:
 
 
 def token_of(token_id: int, logprob: Logprob, as_id: bool | None) -> str:
-    """A token in logprobs: its text, or with ``return_tokens_as_token_ids`` its id."""
+    """The name of a token in logprobs: the text, or ``token_id:ID`` if ``as_id`` (``return_tokens_as_token_ids``)."""
     return f"token_id:{token_id}" if as_id else logprob.decoded_token
 
 
 async def prompt_logprobs_of(output: RequestOutput, fair_queue: FairQueue) -> Any:
-    """``prompt_logprobs`` in vLLM's format."""
+    """The ``prompt_logprobs`` of a prompt in vLLM's format."""
     return await encode_in_chunks(output.prompt_logprobs or [], _by_id, fair_queue)
 
 
@@ -419,17 +421,18 @@ def _by_id(position: PositionLogprobs | None) -> dict[int, dict[str, Any]] | Non
 
 
 def one_or_several(given: str | Sequence[str | int | list[int]], field: str, what: str) -> list[str] | list[list[int]]:
-    """The prompts in a field: texts, or lists of token ids.
+    """Read the prompts of a field: a list of texts, or a list of token id lists.
 
     Args:
-        what: plural noun for the prompts in error messages.
+        field: name of the field, for errors.
+        what: plural noun for the prompts, for errors.
 
     Raises ``PenstockError`` (``invalid``) if texts and token ids are mixed, or there are too many prompts.
     """
     if isinstance(given, str):
         return [given]
     if len({type(entry) for entry in given}) > 1:
-        raise invalid(field, "mixes texts, token ids and lists of token ids")
+        raise invalid(field, "mixes texts, token ids and lists of token ids; use only one of these types")
     if isinstance(given[0], int):
         return [cast(list[int], given)]
     if len(given) > MAX_PROMPTS:

@@ -1,4 +1,4 @@
-"""vLLM's ``/score`` and ``/classify``, and Cohere's and Jina's ``/rerank``."""
+"""Requests, responses and handlers of vLLM's ``/score`` and ``/classify``, and of Cohere's and Jina's ``/rerank``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .schema import MAX_PROMPTS, one_or_several
 
 TextOrList = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
 TEXT_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
-"""Pairs of field names for the two sides of a score request."""
+"""Alternative pairs of field names for the first and the second texts of a score request."""
 
 
 class ScoreRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
-    """Pairs of texts, or one text and several others, in one of the pairs of fields in ``TEXT_PAIRS``."""
+    """Request to score pairs of texts, or one text with each of several texts. For fields, see ``TEXT_PAIRS``."""
 
     text_1: TextOrList | None = None
     text_2: TextOrList | None = None
@@ -35,7 +35,7 @@ class ScoreRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
 
 
 class RerankText(msgspec.Struct, kw_only=True):
-    """A document as an object, as Jina's and older Cohere clients send it."""
+    """A document as an object, as clients of Jina and older clients of Cohere send it."""
 
     text: str
 
@@ -48,7 +48,7 @@ class RerankRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
     return_documents: bool | None = None
     """Return the texts of the documents. Default: true."""
     max_tokens_per_doc: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
-    """Maximum number of tokens per document; longer ones are truncated. Default and 0: no limit."""
+    """Maximum number of tokens per document; longer documents are truncated. Default and 0: no limit."""
 
 
 RerankRequest.reading = RerankRequest.reading.accepting(RerankRequest)
@@ -94,7 +94,7 @@ class RerankResponse(msgspec.Struct, kw_only=True):
 class Classified(msgspec.Struct, kw_only=True):
     index: int
     label: str
-    """Most likely class."""
+    """Name of the most likely class."""
     probs: list[float]
     num_classes: int
 
@@ -109,11 +109,11 @@ class ClassifyResponse(msgspec.Struct, kw_only=True):
 
 
 class _PairHandler(PoolingHandler):
-    """Scores pairs of texts, with a cross-encoder or by the cosine similarity of their embeddings.
+    """Base class of handlers that score pairs of texts, with a cross-encoder or by the cosine similarity of embeddings.
 
     Args:
         names: names of the two fields, for errors.
-        first: texts of the first field; one, or as many as ``second`` has.
+        first: texts of the first field: one text, or one per text of ``second``.
         second: texts of the second field.
         max_second_len: maximum number of tokens of a second text; None: no limit.
     """
@@ -145,7 +145,8 @@ class _PairHandler(PoolingHandler):
         pairs, client = zip(first, self._second, strict=True), self.record.sender
         texts = [await self.service.gateway.pair(a, b, client) for a, b in pairs]
         if limit is not None and any(each.pair is None for each in texts):
-            raise invalid("max_tokens_per_doc", "is not supported for cross-encoders with a chat template")
+            message = "is not supported for cross-encoders with a chat template; use truncate_prompt_tokens"
+            raise invalid("max_tokens_per_doc", message)
         options = {"add_special_tokens": self._special, "max_second_len": limit}
         return [(self._names[1], msgspec.structs.replace(each, **options)) for each in texts]
 
@@ -168,7 +169,7 @@ class ScoreHandler(_PairHandler):
             [text] if isinstance(text := require(getattr(request, name), name), str) else text for name in names
         )
         if len(first) not in (1, len(second)):
-            message = f"has {len(second)} texts, and {names[0]} has {len(first)}; {names[0]} must have one, or as many"
+            message = f"has {len(second)} texts, but {names[0]} has {len(first)}; send as many, or one in {names[0]}"
             raise invalid(names[1], message, len(first))
         super().__init__(service, record, request, names, first, second)
 
@@ -188,7 +189,7 @@ class RerankHandler(_PairHandler):
         self._with_documents = request.return_documents is not False
 
     def response(self, outputs: list[RequestOutput]) -> RerankResponse:
-        """Documents by descending score; equal scores keep the order of the request."""
+        """Make the response: documents by descending score, in the order of the request if scores are equal."""
         ranked = sorted(enumerate(self._scores(outputs)), key=lambda entry: -entry[1])
         results = [
             RerankResult(
@@ -221,9 +222,11 @@ class ClassifyHandler(PoolingHandler):
 
 
 def _text_fields(request: ScoreRequest) -> tuple[str, str]:
-    """The pair of fields that a request uses. Raises ``PenstockError`` (``invalid``) if it uses other fields, too."""
+    """The two fields that a request uses. Raises ``PenstockError`` (``invalid``) for fields of different pairs."""
     given_fields = {name for sides in TEXT_PAIRS for name in sides if getattr(request, name) is not None}
     result = next((sides for sides in TEXT_PAIRS if given_fields.issubset(sides)), None)
     if result is None:
-        raise invalid(max(given_fields), "use either text_1 and text_2, or queries and documents")
+        found = " and ".join(sorted(given_fields))
+        message = f"use either text_1 and text_2, or queries and documents; the request has {found}"
+        raise invalid(max(given_fields), message)
     return result

@@ -1,4 +1,4 @@
-"""PaddleNLP's API: its request format on OpenAI's paths, and its gRPC model."""
+"""PaddleNLP's API: PaddleNLP's request format on OpenAI's paths, and PaddleNLP's gRPC model."""
 
 from .kserve_model import PaddleNLPModel
 from .routes import PaddleNLP

@@ -1,4 +1,4 @@
-"""PaddleNLP's gRPC model: JSON in BYTES tensors."""
+"""PaddleNLP's KServe model for gRPC clients: requests and responses are JSON in BYTES tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .schema import PaddleNLPErrorFormat, parse
 
 
 class PaddleNLPModel(Model):
-    """``IN`` is a list with one request; each ``OUT`` is a list with one chunk of the response."""
+    """PaddleNLP's model. ``IN``: a JSON list with one request; ``OUT``: a JSON list with one response chunk."""
 
     name = "model"
     inputs: ClassVar = (Spec("IN", BYTES),)
@@ -36,7 +36,7 @@ class PaddleNLPModel(Model):
         return self._served_models.find()
 
     async def infer(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
-        """Respond in chunks if the call is streamed, otherwise once. Errors are in ``OUT``, as in PaddleNLP."""
+        """Respond in chunks if the call is streamed, otherwise once. Errors are sent in ``OUT``, as in PaddleNLP."""
         (raw,) = call.inputs["IN"].elements
         error_format = PaddleNLPErrorFormat()
 
@@ -68,7 +68,7 @@ def _request_document(raw: bytes) -> dict[str, Any]:
     """The request in ``IN``. Raises ``PenstockError`` (``invalid``) unless it is a list with one object."""
     result = decode_json(raw, "IN")
     if not isinstance(result, list) or len(result) != 1 or not isinstance(result[0], dict):
-        raise invalid("IN", "must be a list with one request")
+        raise invalid("IN", f"must be a list with one request (an object), is {str(result)[:50]!r}")
     return result[0]
 
 

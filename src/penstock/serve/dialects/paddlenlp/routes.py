@@ -1,4 +1,4 @@
-"""PaddleNLP's requests on the shared paths."""
+"""PaddleNLP's requests, on the paths of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from .schema import (
 )
 
 NAME = "paddlenlp"
-"""Name of the compatibility profile."""
+"""Name of the compatibility profile (``--compat``)."""
 PROMPTS = frozenset(("prompt", "prompt_token_ids"))
-"""Prompt fields of OpenAI's completions."""
+"""Prompt fields of OpenAI's completion requests."""
 
 
 class PaddleNLPHandler(GenerationHandler):
-    """Handles one request, over HTTP or gRPC.
+    """Handler of one request, over HTTP or gRPC.
 
     Args:
         size: approximate number of characters of the request.
@@ -72,7 +72,7 @@ class PaddleNLPHandler(GenerationHandler):
         if request.system is not None:
             if not self._messages:
                 other = "input_ids" if request.text is None else "text that is not rendered with the chat template"
-                raise invalid("system", f"cannot be combined with {other}")
+                raise invalid("system", f"cannot be combined with {other}; use messages")
             self._messages.insert(0, {"role": "system", "content": request.system})
         self._req_id = request.req_id or uuid4().hex
         record.log_fields["req_id"] = self._req_id
@@ -86,7 +86,7 @@ class PaddleNLPHandler(GenerationHandler):
         return encode(chunk) + b"\n" if chunk else b""
 
     def chunk(self, output: RequestOutput) -> StreamChunk | None:
-        """The chunk of a step, or None if it has no output. The last chunk has ``is_end`` 1."""
+        """The chunk of a step; None if the step has no output to send. The last chunk has ``is_end`` 1."""
         completion = output.outputs[0]
         if self._request.return_all_tokens and not completion.finished:
             return None
@@ -114,8 +114,8 @@ class PaddleNLPHandler(GenerationHandler):
         return self._with_deadline(self.generate(prompt, external_id=self._request.req_id or ""))
 
     async def _with_deadline(self, stream: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
-        """Pass on the outputs. Raises ``PenstockError`` (``timeout``), whatever the engine does, once the client has
-        waited too long for a chunk of a stream or, with ``timeout``, for a response that is not streamed."""
+        """Yield the outputs of ``stream``. Raises ``PenstockError`` (``timeout``) if the next chunk of a stream, or a
+        full response with ``timeout``, takes too long, even if the engine hangs."""
         request = self._request
         in_chunks = request.stream and not request.return_all_tokens and not self.service.options.disable_streaming
         async with aclosing(stream):
@@ -134,11 +134,11 @@ class PaddleNLPHandler(GenerationHandler):
             async with asyncio.timeout(self._deadline - time.monotonic()):
                 yield
         except TimeoutError as error:
-            message = f"timeout: no output for {self._limit:g} seconds"
+            message = f"timeout: no output for {self._limit:g} seconds; retry, or send a longer timeout"
             raise PenstockError(Code.TIMEOUT, message, "timeout", self._limit) from error
 
     async def _prompt(self) -> TokenizedPrompt:
-        """Tokenize the prompt. Raises ``PenstockError`` (``invalid``) if it and ``max_dec_len`` exceed the context."""
+        """Tokenize the prompt. Raises ``PenstockError`` (``invalid``) if less than ``max_dec_len`` tokens remain."""
         request, gateway = self._request, self.service.gateway
         if self._messages:
             prompt = await gateway.chat_prompt(self._messages, self._size, {}, client=self.record.sender)
@@ -155,9 +155,9 @@ class PaddleNLPHandler(GenerationHandler):
 
 
 class PaddleNLP(SharedPathDialect):
-    """Selected by a field that only PaddleNLP has, unless the request is a complete OpenAI request (has a prompt, or
-    messages and a model): OpenAI clients that send extra fields always get a response they can read. Under PaddleNLP's
-    profile, requests without a model are PaddleNLP's, too."""
+    """PaddleNLP's dialect. It is selected by a field that only PaddleNLP has, unless the request is a complete OpenAI
+    request (prompt, or messages and model): OpenAI clients that send extra fields always get an OpenAI response. With
+    ``--compat paddlenlp``, requests without a model select it, too."""
 
     error_format = PaddleNLPErrorFormat()
 
@@ -173,7 +173,7 @@ class PaddleNLP(SharedPathDialect):
         return not dialect_fields.isdisjoint(fields) or (self._preferred and "model" not in fields)
 
     def error_format_of(self, scope: Scope) -> ErrorFormat | None:
-        """The error format of a request that has not been read yet: PaddleNLP's under its profile, otherwise None."""
+        """The error format of a request that is not parsed yet: PaddleNLP's with ``--compat paddlenlp``, or None."""
         return self.error_format if self._preferred and scope["path"] in (*COMPLETIONS, *CHATS) else None
 
     def completion(self, raw_request: HttpRequest, fields: dict[str, Any], size: int) -> Response:

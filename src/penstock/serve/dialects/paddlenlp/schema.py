@@ -18,38 +18,38 @@ from penstock.serve.http.status import STATUS
 from penstock.serve.http.unknown_fields import UnknownFields
 
 LIMIT_NAMES = {"max_prompt_len": "MAX_SEQ_LEN", "max_output_len": "MAX_DEC_LEN"}
-"""Option in error messages → PaddleNLP's name."""
+"""Server option in error messages → name of the option in PaddleNLP."""
 Length = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Request(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """A request. Null fields are dropped."""
+    """A generation request. A null field counts as absent."""
 
     req_id: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{1,256}$(?!\n)")] | None = None
-    """Request id of the client; refused while another request with this id is open."""
+    """Request id chosen by the client. The request is refused while another request with this id is open."""
     model: str | None = None
-    """Name of an adapter; any other name selects the served model."""
+    """Name of a LoRA adapter; any other name selects the served model."""
     text: NonEmptyText | None = None
-    """One user turn, rendered with the chat template, or used unmodified (option ``template_text``, or no template). A
-    request has exactly one of text, messages and input_ids."""
+    """One user turn. It is rendered with the chat template if there is one and ``template_text`` is set, otherwise used
+    unmodified. A request has exactly one of text, messages and input_ids."""
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)] | None = None
     input_ids: TokenIds | None = None
     system: str | None = None
-    """System message, put before the other messages."""
+    """System message, put before all messages."""
 
     max_dec_len: Length | None = None
-    """Maximum number of output tokens. Default: the rest of the context, at most MAX_DEC_LEN."""
+    """Maximum number of output tokens. Default: as many as fit in the context, at most MAX_DEC_LEN."""
     seq_len: Length | None = None
     max_tokens: Length | None = None
-    """Other names of ``max_dec_len``."""
+    """``seq_len`` and ``max_tokens`` are other names of ``max_dec_len``."""
     min_dec_len: Length | None = None
     """Minimum number of output tokens. Default: 1."""
     topp: Share | None = None
-    """Default: 0.7; 0 is greedy."""
+    """Cumulative probability of the sampled tokens (top-p). Default: 0.7; 0: greedy."""
     top_p: Share | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    """Default: 0.95; 0 is greedy."""
+    """Sampling temperature. Default: 0.95; 0: greedy."""
     penalty_score: Annotated[float, msgspec.Meta(gt=0)] | None = None
     frequency_score: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
     presence_score: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
@@ -60,7 +60,7 @@ class Request(RequestBody, kw_only=True, forbid_unknown_fields=True):
 
     stream: bool | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Maximum time until each chunk of a stream, or until the full response, seconds. Default: 300 until each token."""
+    """Maximum seconds until the next chunk of a stream, or until a full response. Default: 300 until the next token."""
     response_timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Name of ``timeout`` in PaddleNLP's gRPC client."""
     return_usage: bool | None = None
@@ -71,18 +71,18 @@ class Request(RequestBody, kw_only=True, forbid_unknown_fields=True):
 PADDLENLP_FIELDS = frozenset(Request.__struct_fields__).difference(
     CompletionRequest.__struct_fields__, ChatRequest.__struct_fields__
 )
-"""Fields that OpenAI's requests do not have."""
+"""PaddleNLP's fields that OpenAI's completion and chat requests do not have."""
 SELECTING_FIELDS = PADDLENLP_FIELDS.difference(
     ("text", "input_ids", "system", "timeout", "response_timeout", "eos_token_ids", "return_usage")
 )
-"""Fields that select this dialect even if the request has ``messages``."""
+"""Fields that select PaddleNLP's dialect even if the request has ``messages``."""
 FIELD_ALIASES = {
     "max_dec_len": ("max_dec_len", "seq_len", "max_tokens"),
     "topp": ("topp", "top_p"),
     "infer_seed": ("infer_seed", "seed"),
     "timeout": ("timeout", "response_timeout"),
 }
-"""Field → all of its names; a request may use one of them."""
+"""Field → all names of the field; a request may use one of the names."""
 PROMPTS = ("text", "messages", "input_ids")
 FIELD_NAMES = {
     "external_id": "req_id",
@@ -95,8 +95,9 @@ FIELD_NAMES = {
     "seed": "infer_seed",
     "stop_token_ids": "eos_token_ids",
 }
-"""Internal field name → PaddleNLP's, for errors."""
+"""Internal field name → field name in PaddleNLP, for errors."""
 DEFAULT_TIMEOUT = 300.0
+"""Default of ``timeout``, seconds."""
 
 
 def parse(fields: dict[str, Any], unknown: UnknownFields) -> Request:
@@ -105,15 +106,15 @@ def parse(fields: dict[str, Any], unknown: UnknownFields) -> Request:
     Args:
         unknown: collects unknown fields.
 
-    Raises ``PenstockError`` (``invalid``) for wrong types, values out of range, fields that exclude each other, and
-    unknown fields if ``unknown`` is strict.
+    Raises ``PenstockError`` (``invalid``) for wrong types, values out of range, contradictory fields, and unknown
+    fields if ``unknown`` is strict.
     """
     request = convert(fields, Request, unknown)
     given = [name for name in PROMPTS if getattr(request, name) is not None]
     if not given:
         raise invalid("text", "is missing; give text, messages or input_ids")
     if len(given) > 1:
-        raise invalid(given[1], f"cannot be combined with {given[0]}")
+        raise invalid(given[1], f"cannot be combined with {given[0]}; give only one of {', '.join(PROMPTS)}")
     for names in FIELD_ALIASES.values():
         given = [name for name in names if getattr(request, name) is not None]
         if len(given) > 1:
@@ -149,11 +150,11 @@ def sampling_of(request: Request) -> SamplingParams:
 
 
 def field_names(fields: dict[str, Any]) -> dict[str, str]:
-    """Internal field name → name that the request uses."""
+    """Internal field name → field name in the request, for errors."""
     names = {}
-    for ours, theirs in FIELD_NAMES.items():
-        if ours not in fields:
-            names[ours] = next((name for name in FIELD_ALIASES.get(theirs, ()) if fields.get(name) is not None), theirs)
+    for internal, name in FIELD_NAMES.items():
+        if internal not in fields:
+            names[internal] = next((each for each in FIELD_ALIASES.get(name, ()) if fields.get(each) is not None), name)
     if "prompt" not in fields:
         names["prompt"] = next((name for name in PROMPTS if name in fields), PROMPTS[0])
     return names
@@ -171,9 +172,9 @@ class StreamChunk(msgspec.Struct, kw_only=True):
 
     req_id: str
     token: str
-    """Text of one or several tokens."""
+    """New text, of one or several tokens."""
     token_ids: list[int]
-    """Token ids without the stop token."""
+    """Ids of the new tokens, without the stop token."""
     send_idx: int
     """Index of the chunk, from 0."""
     is_end: int
@@ -191,7 +192,7 @@ class FullResponse(msgspec.Struct, kw_only=True):
     tokens_all: str
     """Generated text."""
     result: str
-    """The same text: PaddleNLP documents ``tokens_all``, but its server sends ``result``."""
+    """Same as ``tokens_all``. PaddleNLP documents ``tokens_all``, but its server sends ``result``."""
     is_end: int = 1
     error_msg: str = ""
     error_code: int = 0
@@ -202,15 +203,15 @@ class ErrorResponse(msgspec.Struct, kw_only=True):
     req_id: str
     error_msg: str
     error_code: int
-    """HTTP status of the error; the actual status of the response is 200."""
+    """HTTP status that describes the error; the response itself has the status 200."""
 
 
 class PaddleNLPErrorFormat(ErrorFormat):
     """PaddleNLP's error format.
 
     Args:
-        req_id: request id of the client.
-        names: internal field name → name that the request uses.
+        req_id: request id chosen by the client.
+        names: internal field name → field name in the request.
     """
 
     dialect = "paddlenlp"
@@ -221,14 +222,14 @@ class PaddleNLPErrorFormat(ErrorFormat):
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
-        """The error format for the JSON object of a request."""
+        """Make the error format of a request from its JSON object."""
         req_id = fields.get("req_id")
         return cls(req_id if isinstance(req_id, str) else "", field_names(fields))
 
     def document(self, failure: Failure) -> ErrorResponse:
         message = failure.message
-        for setting, theirs in LIMIT_NAMES.items():
-            message = message.replace(f"{setting} (", f"{theirs} (")
+        for option, name in LIMIT_NAMES.items():
+            message = message.replace(f"{option} (", f"{name} (")
         return ErrorResponse(req_id=self._req_id, error_msg=message, error_code=STATUS[failure.code])
 
     def error(self, failure: Failure) -> bytes:
@@ -237,5 +238,5 @@ class PaddleNLPErrorFormat(ErrorFormat):
     stream_error = error
 
     def status(self, failure: Failure) -> int:
-        """200, as in PaddleNLP: its clients read ``error_code``. Unknown paths and methods keep their status."""
+        """HTTP status of an error: 200 (PaddleNLP's clients read ``error_code``), or 404 and 405 for unknown routes."""
         return STATUS[failure.code] if failure.code in (Code.NOT_FOUND, Code.NOT_ALLOWED) else 200

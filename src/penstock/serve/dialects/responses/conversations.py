@@ -1,4 +1,4 @@
-"""``/v1/conversations``."""
+"""OpenAI's Conversations API: ``/v1/conversations``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_LISTED = 100
 
 
 class ConversationRoutes:
-    """The endpoints of conversations."""
+    """Endpoints to create, retrieve, change and delete conversations and conversation items."""
 
     def __init__(self, api: DialectRoutes, stores: Stores) -> None:
         self._api = api
@@ -70,8 +70,8 @@ class ConversationRoutes:
         return Json(await self._store.delete_item(tenant_of(raw_request), _name(raw_request), item))
 
     async def _items(self, raw_request: Request, given: list[Item], size: int) -> list[dict[str, Any]]:
-        """The items to store, from a body of ``size`` bytes. Raises ``PenstockError`` for items that are not valid in a
-        Responses request."""
+        """Resolve and validate the items of a request with a body of ``size`` bytes; returns the items to store. Raises
+        ``PenstockError`` for items that are not valid in a Responses request."""
         models, record = self._api.served_models, record_of(raw_request.scope)
         resolved, _ = await resolve_references(
             given, self._stores, record.tenant, "items", size, models.max_body_size, partial(models.reserve, record)
@@ -82,7 +82,7 @@ class ConversationRoutes:
             documents: list[dict[str, Any]] = msgspec.to_builtins(resolved)
             return conversation_items([{k: v for k, v in item.items() if v is not None} for item in documents])
 
-        return await asyncio.to_thread(prepare)  # slow for many items
+        return await asyncio.to_thread(prepare)  # preparing many items is slow
 
 
 def add_routes(api: DialectRoutes, stores: Stores) -> None:

@@ -37,20 +37,20 @@ from .schema import (
 T = TypeVar("T", bound=CountTokensRequest)
 
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Type of a text part → its field with the text."""
+"""Type of a text part → field that contains the text."""
 CHAT_FIELDS = "stream temperature top_p top_k min_p seed stop ignore_eos cache_salt priority".split()
-"""Fields with the same name in chat requests."""
+"""Fields with the same name and meaning in chat requests."""
 BUILT_IN_TOOLS = ("web_search", "web_search_preview")
-"""OpenAI's built-in tools that agents list in every request, whatever the server. Dropped if there are other tools."""
+"""OpenAI's built-in tools that agents list in every request, to any server. Ignored if the request has other tools."""
 
 
 def read(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, stores: bool) -> T:
     """Convert the JSON object of a request.
 
     Args:
-        stores: the server stores responses.
+        stores: True if the server stores responses; otherwise ``STORED_FIELDS`` are rejected.
 
-    Raises ``PenstockError``: ``unsupported`` or ``invalid``.
+    Raises ``PenstockError``: ``unsupported`` for unsupported fields, ``invalid`` for wrong values.
     """
     if not stores:
         check_supported(fields, STORED_FIELDS)
@@ -76,12 +76,12 @@ def num_characters(request: CountTokensRequest) -> int:
 
 
 def qualified(namespace: str | None, name: str) -> str:
-    """The name of a function that the model sees."""
+    """The name of a function in the prompt: ``NAMESPACE__NAME``, or ``NAME`` without a namespace."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def namespaces(tools: list[Tool] | None) -> dict[str, tuple[str, str]]:
-    """Name that the model sees → namespace and name, for all functions in namespaces."""
+    """Name in the prompt (``qualified``) → namespace and name, for all functions in namespaces."""
     return {
         qualified(tool.name, function.name): (tool.name, function.name)
         for tool in tools or []
@@ -98,7 +98,7 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
         variables: variables that the model's chat template reads.
         images: allow images in messages and function call outputs.
 
-    Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content other than text and images.
+    Raises ``PenstockError``: ``invalid`` (contradictory fields), ``unsupported`` (content other than text and images).
     """
     messages: list[dict[str, Any]] = []
     if request.instructions:
@@ -115,7 +115,7 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
         result["tool_choice"] = named_tool(request.tool_choice.name)
     else:
         result["tool_choice"] = request.tool_choice
-    forced_call = result["tool_choice"] not in (None, "auto", "none")  # has no text to constrain
+    forced_call = result["tool_choice"] not in (None, "auto", "none")  # a forced call has no text to constrain
     if request.text and request.text.format and not forced_call:
         result["response_format"] = _format(request.text.format)
     kwargs = dict(request.chat_template_kwargs or {})
@@ -129,7 +129,7 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
 
 
 def check_items(items: list[Item]) -> None:
-    """Validate items for storage. Raises as ``to_chat_request`` does."""
+    """Validate items that are to be stored. Raises ``PenstockError`` as ``to_chat_request`` does."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         _add(messages, item, f"items[{i}]", images=True)
@@ -148,7 +148,7 @@ def _add(messages: list[dict[str, Any]], item: Item, path: str, images: bool) ->
     """Append an item as a message, or merge it into the preceding assistant message."""
     if item.type == "message":
         if item.role not in ROLES:
-            raise invalid(f"{path}.role", f"{item.role!r:.50} is not one of {', '.join(ROLES)}")
+            raise invalid(f"{path}.role", f"must be one of {', '.join(ROLES)}, is {item.role!r:.50}")
         if item.role == "assistant":
             _add_answer(messages, _text(item.content, f"{path}.content"))
         else:
@@ -170,12 +170,13 @@ def _add(messages: list[dict[str, Any]], item: Item, path: str, images: bool) ->
         content = _content(item.output, f"{path}.output", images)
         messages.append(tool_result(require(item.call_id, f"{path}.call_id"), content))
     else:
-        raise PenstockError(Code.UNSUPPORTED, f"{path}.type: {item.type[:50]} is not supported", f"{path}.type")
+        message = f"{path}.type: {item.type[:50]} is not supported; use message, reasoning, function_call"
+        raise PenstockError(Code.UNSUPPORTED, f"{message} or function_call_output", f"{path}.type")
 
 
 def _add_answer(messages: list[dict[str, Any]], text: str) -> None:
-    """Append assistant text. Text after reasoning or a tool call is merged into their message, so that tool results
-    follow that message directly."""
+    """Append assistant text. Text after reasoning or a tool call is merged into the message with the reasoning or tool
+    call, so that tool results follow this message directly."""
     last = messages[-1] if _ends_with_assistant(messages) else None
     if last and not last["content"]:
         last["content"] = text
@@ -191,7 +192,7 @@ def _ends_with_assistant(messages: list[dict[str, Any]]) -> bool:
 
 def _text(content: str | list[Part] | None, path: str) -> str:
     if content is None:
-        raise invalid(path, "is missing")
+        raise invalid(path, "is missing; send a text or a list of parts")
     return text_of(content, path, TEXT_PARTS)
 
 
@@ -212,7 +213,7 @@ def _image(part: Part, path: str) -> dict[str, Any] | None:
 
 
 def _functions(tool: Tool, path: str, namespace: str | None = None) -> list[dict[str, Any]]:
-    """Convert a tool to the tools of a chat request: one, or all functions of a namespace."""
+    """Convert a tool to tools of a chat request: one function, or all functions of a namespace."""
     if tool.type == "namespace" and namespace is None:
         name, functions = require(tool.name, f"{path}.name"), require(tool.tools, f"{path}.tools")
         return [one for i, each in enumerate(functions) for one in _functions(each, f"{path}.tools[{i}]", name)]
@@ -227,5 +228,5 @@ def _format(text_format: Format) -> dict[str, Any]:
     if text_format.type != "json_schema":
         return {"type": text_format.type}
     if text_format.schema is None:
-        raise invalid("text.format.schema", "is missing")
+        raise invalid("text.format.schema", "is missing; the format json_schema requires it")
     return json_schema_format(text_format.schema, text_format.name or "answer")

@@ -1,4 +1,4 @@
-"""The output items of a response, and the events of a streamed response."""
+"""Output items of a response, and events of a streamed response."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Item = dict[str, Any]
 
 
 class Events:
-    """Encodes server-sent events with consecutive sequence numbers."""
+    """Encoder of server-sent events with consecutive sequence numbers, from 0."""
 
     def __init__(self) -> None:
         self._number = -1
@@ -25,12 +25,12 @@ class Events:
 
 
 class OutputItemStream:
-    """Builds the output items of a response (reasoning, message, function calls) and their events.
+    """Builder of the output items of a response (reasoning, message, function calls) and of their events.
 
     Args:
-        name: id of the response, from which the ids of its items are derived.
+        name: id of the response; it is part of the ids of the items.
         event: encodes an event from its type and fields.
-        namespaces: name that the model calls → namespace and name of the function, for functions in namespaces.
+        namespaces: name in the prompt → namespace and name of the function, for functions in namespaces.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class OutputItemStream:
         """True if the last item is in progress."""
 
     def add(self, delta: Delta) -> bytes:
-        """Add a delta to the items; returns its events."""
+        """Add a delta to the items; returns the encoded events."""
         events = b""
         for part in delta:
             events += self._call(part) if isinstance(part, CallDelta) else self._text(part)
         return events
 
     def end(self, status: str = "completed") -> bytes:
-        """End the item in progress; returns its events."""
+        """End the item in progress; returns its final events, or nothing if no item is in progress."""
         if not self._open:
             return b""
         self._open = False
@@ -76,7 +76,7 @@ class OutputItemStream:
         return result
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
-        """An event of the last item."""
+        """Encode an event of the last item."""
         return self._event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
 
     def _text(self, part: TextPart) -> bytes:
@@ -87,7 +87,7 @@ class OutputItemStream:
         return events + self._item_event("response.output_text.delta", content_index=0, delta=part.text, logprobs=[])
 
     def _ensure_open(self, kind: str) -> bytes:
-        """Begin an item of this type, unless the item in progress has it."""
+        """Begin an item of the type ``kind``, unless the item in progress has this type; returns the encoded events."""
         if self._open and self.items[-1]["type"] == kind:
             return b""
         if kind == "reasoning":

@@ -21,7 +21,7 @@ from .events import Events, OutputItemStream, usage_of
 from .schema import ResponsesRequest, conversation_of
 
 Document = dict[str, Any]
-"""A response object."""
+"""A response object of the Responses API."""
 ECHOED_FIELDS = (
     "instructions max_output_tokens metadata previous_response_id reasoning temperature text tool_choice tools top_p "
     "user service_tier"
@@ -30,11 +30,11 @@ ECHOED_FIELDS = (
 
 
 class ResponseHandler(ChatGeneration):
-    """Handles one request.
+    """Handler of one Responses request.
 
     Args:
-        save: stores the finished response (a ``ResponseSaver``); returns True if the response itself is stored.
-        stores: the response itself will be stored.
+        save: stores the finished response (a ``ResponseSaver``); returns True if the response object was stored.
+        stores: True if the response object is going to be stored.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ResponseHandler(ChatGeneration):
         super().__init__(service, record, chat, size, keeps_body=save is not None)
         self._events = events
         self._request = msgspec.structs.replace(request, input="")
-        self._name = record.request_id if save is None else uuid4().hex  # a client may send an id twice
+        self._name = record.request_id if save is None else uuid4().hex  # a client may reuse a request id
         self._created = int(time.time())
         self._save = save
         self._stores = stores
@@ -74,7 +74,7 @@ class ResponseHandler(ChatGeneration):
         return events + event(f"response.{status}", response=document)
 
     async def computed(self) -> Document:
-        """Compute the finished response. Raises ``PenstockError`` if the request fails."""
+        """Generate the output, and return the finished response. Raises ``PenstockError`` if the request fails."""
         (output,) = await self.finished()
         return self._finished_response(output)
 
@@ -85,15 +85,15 @@ class ResponseHandler(ChatGeneration):
         return self._response(self._items.items, status, output)
 
     def pending(self, status: str) -> Document:
-        """The response before it has any output."""
+        """The response object before there is any output."""
         return self._response([], status)
 
     def failed(self, failure: Failure) -> Document:
-        """The response of a request that has failed."""
+        """The response object of a request that has failed."""
         return self._response([], "failed") | {"error": {"code": "server_error", "message": failure.message}}
 
     async def _store(self, document: Document) -> Document:
-        """Store the finished response if requested; returns it with ``store`` set."""
+        """Store the finished response if requested; returns it with the field ``store`` set to the result."""
         if self._save:
             document["store"] = await self._save(document)
         return document
@@ -102,7 +102,7 @@ class ResponseHandler(ChatGeneration):
         return "incomplete" if output.outputs[0].finish_reason == "length" else "completed"
 
     def _response(self, items: list[Document], status: str, output: RequestOutput | None = None) -> Document:
-        """The response object; ``output`` is the final output, None until then."""
+        """The response object. ``output`` is the final output; None while the response is in progress."""
         request = self._request
         echoed = {name: msgspec.to_builtins(getattr(request, name)) for name in ECHOED_FIELDS}
         return {

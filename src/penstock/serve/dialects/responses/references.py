@@ -1,4 +1,4 @@
-"""Item references: items of earlier responses and conversations that a request names by id instead of sending them."""
+"""Item references: a request may send the id of an item of an earlier response or conversation instead of the item."""
 
 from __future__ import annotations
 
@@ -33,25 +33,26 @@ async def resolve_references(
 ) -> tuple[list[Item], int]:
     """Replace item references with the stored items. Repeated references to an item are dropped.
 
-    References to reasoning items that are not stored are dropped, too: clients repeat them in all following requests,
-    and the conversation can continue without them.
+    References to reasoning items that are not stored are dropped, too: clients repeat such references in all following
+    requests, and the conversation can continue without the reasoning.
 
     Args:
         stores: storage of responses and conversations; None: nothing is stored.
-        field: name of the request's field with the items, for errors.
+        owner: tenant whose stored items may be used.
+        field: name of the field with the items, for errors.
         size: size of the request, bytes.
-        max_size: maximum size of a request with its stored items, bytes.
+        max_size: maximum size of the request with the stored items, bytes.
         reserve: waits until memory for a number of bytes is free; called before the items are loaded.
 
     Returns:
-        The items, and the size of the request with the stored items.
+        The items, and the size of the request with the stored items in bytes.
 
     Raises ``PenstockError``: ``not_found`` for an item that the owner does not have, ``unsupported`` if nothing is
-    stored, ``invalid`` for too many references or one without an id, ``too_large`` if the request with the stored items
-    exceeds ``max_size``; and as ``reserve`` does.
+    stored, ``invalid`` for too many references or a reference without an id, ``too_large`` if the request with the
+    stored items exceeds ``max_size``; and as ``reserve`` does.
     """
     names: dict[str, str] = {}
-    """Id → path of its first reference."""
+    """Id of a referenced item → path of the first reference to it."""
     for i, item in enumerate(items):
         if _is_reference(item):
             if not item.id:
@@ -74,13 +75,13 @@ async def resolve_references(
     for name, path in names.items():
         if name not in found and not name.startswith(REASONING):
             _refuse(name, path, stores is not None)
-    known = await asyncio.to_thread(msgspec.convert, found, dict[str, Item])  # slow for large items
+    known = await asyncio.to_thread(msgspec.convert, found, dict[str, Item])  # converting large items is slow
     resolved = [known.pop(item.id or "", None) if _is_reference(item) else item for item in items]
     return [item for item in resolved if item is not None], size
 
 
 def _is_reference(item: Item) -> bool:
-    """True for a reference, whose type may be omitted."""
+    """True for an item reference. Clients may omit its type: a message with only an id is a reference, too."""
     by_id = item.type == "message" and item.id is not None and item.role is None and item.content is None
     return item.type == "item_reference" or by_id
 

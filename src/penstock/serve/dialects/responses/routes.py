@@ -1,4 +1,4 @@
-"""``/v1/responses``."""
+"""OpenAI's Responses API: ``/v1/responses``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .schema import (
 )
 from .stored import Background, ResponseSaver, Stores, input_items, with_conversation
 
-if TYPE_CHECKING:  # its imports are optional dependencies
+if TYPE_CHECKING:  # this module imports optional dependencies
     from penstock.serve.storage.responses import ResponseStore
 
 T = TypeVar("T", bound=CountTokensRequest)
@@ -54,17 +54,17 @@ FIELD_NAMES = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
 }
-"""Field name of chat requests → of Responses requests, for errors."""
+"""Field name in chat requests → field name in Responses requests, for errors."""
 MAX_LISTED = 100
-"""Maximum number of items in a page of a response's input."""
+"""Maximum number of input items in a page."""
 
 
 class ResponsesErrorFormat(ErrorFormat):
     """OpenAI's error format, with the field names of Responses requests.
 
     Args:
-        names: field name of chat requests → of Responses requests.
-        events: numbers the events of the stream; an error gets the next number.
+        names: field name in chat requests → field name in Responses requests.
+        events: encoder of the stream's events; an error event gets the next sequence number.
     """
 
     dialect = "responses"
@@ -82,11 +82,11 @@ class ResponsesErrorFormat(ErrorFormat):
 
 
 ERROR_FORMAT = ResponsesErrorFormat({}, Events())
-"""Error format until the request has been read."""
+"""Error format of requests that are not parsed yet."""
 
 
 class ResponsesRoutes:
-    """The endpoints that create responses and count tokens.
+    """Endpoints to create responses and count input tokens.
 
     Args:
         stores: storage of responses and conversations; None: nothing is stored.
@@ -103,7 +103,8 @@ class ResponsesRoutes:
         request, service, size = await self._read(raw_request, ResponsesRequest, error_format)
         saver = await self._served_models.parse(record, size, lambda: (0, self._saver(record, request)))
         stored = saver is not None and saver.stores_response
-        if stores and stored and (request.store or request.background):  # others are sent even if they cannot be stored
+        # a full storage is an error only if the request explicitly requires storage
+        if stores and stored and (request.store or request.background):
             await stores.responses.check_room(record.tenant)
         full_request, size = await self._with_conversation(request, size, record)
 
@@ -116,7 +117,7 @@ class ResponsesRoutes:
         if request.stream:
             raise invalid("stream", "cannot be combined with background; retrieve the response instead")
         if saver is None or not stored:
-            raise invalid("background", "requires a stored response; leave store out, or set it to true")
+            raise invalid("background", "requires a stored response, but store is false; leave store out")
         return Json(await self.background.start(service, handler, saver))
 
     async def count_input_tokens(self, raw_request: Request) -> Response:
@@ -163,7 +164,7 @@ class ResponsesRoutes:
         return msgspec.structs.replace(request, input=items), service, size
 
     async def _with_conversation(self, request: T, size: int, record: RequestRecord) -> tuple[T, int]:
-        """Add the items of the conversation to a request; also returns the new approximate number of characters."""
+        """Put the items of the conversation before the input; returns the request and its new number of characters."""
         if self._stores is None:
             return request, size
         models = self._served_models
@@ -172,7 +173,7 @@ class ResponsesRoutes:
         )
 
     def _saver(self, record: RequestRecord, request: ResponsesRequest) -> ResponseSaver | None:
-        """The ``ResponseSaver`` of a request; None if neither its response is stored nor it has a conversation."""
+        """The ``ResponseSaver`` of a request; None if the response is not stored and there is no conversation."""
         conversation, stores_response = conversation_of(request), request.store is not False
         if self._stores is None or not (stores_response or conversation):
             return None
@@ -181,7 +182,7 @@ class ResponsesRoutes:
 
 
 class StoredRoutes:
-    """The endpoints of stored responses."""
+    """Endpoints to retrieve, delete and cancel stored responses, and to list their input items."""
 
     def __init__(self, store: ResponseStore, background: Background) -> None:
         self._store = store
@@ -189,7 +190,7 @@ class StoredRoutes:
 
     async def retrieve(self, raw_request: Request) -> Response:
         if raw_request.query_params.get("stream") == "true":
-            raise invalid("stream", "stored responses cannot be streamed; leave it out")
+            raise invalid("stream", "stored responses cannot be streamed; leave stream out")
         stored = await self._store.get(tenant_of(raw_request), raw_request.path_params["name"])
         return Json(stored)
 

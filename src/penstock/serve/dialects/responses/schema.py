@@ -12,19 +12,19 @@ from penstock.serve.http.body import Reading, RequestBody, Unsupported
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 STATELESS = "the server keeps no state between requests: send the conversation as input, or start it with --storage-dir"
-NO_STORAGE = "the server stores no responses: send false, or start it with --storage-dir"
+NO_STORAGE = "the server stores no responses: send false, or start the server with --storage-dir"
 STORED_FIELDS = {
     "previous_response_id": Unsupported(STATELESS),
     "conversation": Unsupported(STATELESS),
     "store": Unsupported(NO_STORAGE, (False,)),
     "background": Unsupported(NO_STORAGE, (False,)),
 }
-"""Fields that are refused if nothing is stored."""
+"""Fields that are rejected if the server stores no responses."""
 UNSUPPORTED = {
     "prompt": Unsupported("the server stores no prompts: send instructions and input"),
-    "truncation": Unsupported("the server does not truncate input: send disabled, and less input", ("disabled",)),
-    "context_management": Unsupported("the server does not compact input: send less input"),
-    "moderation": Unsupported("the server does not moderate content"),
+    "truncation": Unsupported("the server does not truncate input: send disabled, and a shorter input", ("disabled",)),
+    "context_management": Unsupported("the server does not compact input: send a shorter input, without this field"),
+    "moderation": Unsupported("the server does not moderate content: leave this field out"),
     "top_logprobs": Unsupported("is not supported yet; use /v1/chat/completions", (0,)),
 }
 
@@ -40,11 +40,11 @@ class Part(msgspec.Struct, omit_defaults=True):
     detail: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    """Ignored, like ``annotations``: clients send them back with earlier outputs."""
+    """Ignored, like ``annotations``: clients copy both fields from earlier outputs."""
 
 
 class Item(msgspec.Struct, kw_only=True):
-    """A message, a function call, a function call output, or reasoning."""
+    """A message, a function call, a function call output, reasoning, or an item reference."""
 
     type: str = "message"
     role: str | None = None
@@ -56,10 +56,11 @@ class Item(msgspec.Struct, kw_only=True):
     output: str | list[Part] | None = None
 
     id: str | None = None
+    """Id of the referenced item in an item reference; otherwise ignored."""
     status: str | None = None
     summary: list[Any] | None = None
     encrypted_content: str | None = None
-    """Ignored, like the three fields above: clients send them back with earlier outputs."""
+    """Ignored, like ``status`` and ``summary``: clients copy these fields from earlier outputs."""
 
 
 class Tool(msgspec.Struct, kw_only=True):
@@ -93,7 +94,7 @@ class Text(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Ignored: the full reasoning is returned."""
+    """Ignored: the full reasoning is returned instead of a summary."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     """Older name of ``summary``."""
 
@@ -107,13 +108,13 @@ class ConversationReference(msgspec.Struct, kw_only=True, forbid_unknown_fields=
 
 
 class CountTokensRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """The fields that determine the prompt. Null fields are dropped."""
+    """Request to count tokens: the fields that determine the prompt. A null field counts as absent."""
 
     reading: ClassVar = Reading(unsupported=UNSUPPORTED)
 
     input: str | Annotated[list[Item], msgspec.Meta(min_length=1)]
     model: str | None = None
-    """Absent or "default": the served model."""
+    """Name of a served model or adapter; absent or "default": the first model."""
     instructions: str | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
@@ -127,11 +128,11 @@ class CountTokensRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     previous_response_id: Annotated[str, msgspec.Meta(max_length=160)] | None = None
     """Id of a stored response whose conversation ``input`` continues."""
     conversation: str | ConversationReference | None = None
-    """Id of a conversation. Its items are put before ``input``; the request's items and the output are added to it."""
+    """Id of a conversation. Its items are put before ``input``; input and output are added to the conversation."""
 
 
 def conversation_of(request: CountTokensRequest) -> str | None:
-    """The id of a request's conversation."""
+    """The conversation id of a request; None without a conversation."""
     given = request.conversation
     return given.id if isinstance(given, ConversationReference) else given
 
@@ -144,16 +145,16 @@ class ResponsesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=T
     top_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
 
     store: bool | None = None
-    """Store the response. Default: true if the server can (``storage_dir``)."""
+    """Store the response. Default: true if the server stores responses (``storage_dir``)."""
     background: bool | None = None
-    """Return at once and compute the response in the background; requires ``store``."""
+    """Respond at once, and compute the response in the background; requires ``store``."""
     prompt: None = None
     context_management: None = None
     moderation: None = None
     top_logprobs: int | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     max_tool_calls: Count | None = None
-    """Limit of calls of built-in tools; ignored, as there are no built-in tools."""
+    """Maximum number of calls of built-in tools; ignored, as the server has no built-in tools."""
     metadata: Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -168,7 +169,7 @@ class ResponsesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=T
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    """``top_k`` to ``priority`` are vLLM's additions."""
+    """Scheduling priority; lower values run first. The fields from ``top_k`` on are vLLM's additions."""
 
 
 MAX_ADDED = 20
@@ -176,7 +177,7 @@ MAX_ADDED = 20
 
 
 class ConversationRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """A new conversation."""
+    """Request to create a conversation."""
 
     items: Annotated[list[Item], msgspec.Meta(max_length=MAX_ADDED)] | None = None
     metadata: Metadata | None = None
@@ -187,6 +188,6 @@ class ConversationUpdate(RequestBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class ItemsRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """Items for a conversation."""
+    """Request to add items to a conversation."""
 
     items: Annotated[list[Item], msgspec.Meta(min_length=1, max_length=MAX_ADDED)]

@@ -1,4 +1,4 @@
-"""Storing responses and conversations, and computing responses in the background."""
+"""Storage of responses and conversations, and computation of responses in the background."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.serve.http.unexpected import unexpected
 from .handler import Document, ResponseHandler
 from .schema import CountTokensRequest, Item, conversation_of
 
-if TYPE_CHECKING:  # their imports are optional dependencies
+if TYPE_CHECKING:  # these modules import optional dependencies
     from penstock.serve.storage.conversations import ConversationStore
     from penstock.serve.storage.responses import ResponseStore
 
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=CountTokensRequest)
 
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-"""Item type → prefix of item ids."""
+"""Item type → prefix of the ids of such items."""
 
 
 class Stores(NamedTuple):
-    """Storage of responses and conversations."""
+    """The stores of responses and conversations."""
 
     responses: ResponseStore
     conversations: ConversationStore
 
 
 def input_items(request: CountTokensRequest) -> list[Document]:
-    """The items of a request's ``input``, without ids."""
+    """The input items of a request as JSON objects, without ids."""
     given = request.input
     if isinstance(given, str):
         parts = [{"type": "input_text", "text": given}]
@@ -52,11 +52,12 @@ def input_items(request: CountTokensRequest) -> list[Document]:
 async def with_conversation(
     request: T, size: int, stores: Stores, owner: str, max_size: int, reserve: Callable[[int], Awaitable[None]]
 ) -> tuple[T, int]:
-    """Put the items of ``conversation`` or ``previous_response_id`` before a request's input.
+    """Put the items of ``conversation`` or ``previous_response_id`` before the input of a request.
 
     Args:
         size: approximate number of characters of the request.
-        max_size: maximum size of a request with its stored items, bytes.
+        owner: tenant of the request.
+        max_size: maximum size of the request with the stored items, bytes.
         reserve: waits until memory for a number of bytes is free; called before the items are loaded.
 
     Returns:
@@ -67,7 +68,7 @@ async def with_conversation(
     """
     if conversation := conversation_of(request):
         if request.previous_response_id is not None:
-            raise invalid("previous_response_id", "cannot be combined with conversation")
+            raise invalid("previous_response_id", "cannot be combined with conversation; leave one out")
         await reserve(stored := await stores.conversations.items_size(owner, conversation, size, max_size))
         before = await stores.conversations.items(owner, conversation, size, max_size)
     elif request.previous_response_id is not None:
@@ -81,16 +82,17 @@ async def with_conversation(
         items = [*before, *input_items(request)]
         return msgspec.structs.replace(request, input=msgspec.convert(items, list[Item]))
 
-    return await asyncio.to_thread(joined), size + stored  # slow for long conversations
+    return await asyncio.to_thread(joined), size + stored  # converting long conversations is slow
 
 
 class ResponseSaver:
-    """Stores the response of one request, and adds its input and output to a conversation.
+    """Storage of the result of one request: stores the response, and adds input and output to a conversation.
 
     Args:
+        owner: tenant of the request.
         items: input items of the request.
-        stores_response: store the response.
-        conversation: id of the conversation; None: none.
+        stores_response: store the response object.
+        conversation: id of the conversation to extend; None: no conversation.
     """
 
     def __init__(
@@ -104,15 +106,15 @@ class ResponseSaver:
         self._conversation = conversation
 
     async def __call__(self, document: Document) -> bool:
-        """Store a finished response; returns True if the response itself is stored. Failures are only logged, as the
-        client gets the response in any case."""
+        """Store a finished response; returns True if the response object was stored. Storage failures are only logged,
+        as the client gets the response in any case."""
         await self.extend(document)
         if not self.stores_response:
             return False
         try:
             await self.add(document)
         except PenstockError as error:
-            logger.warning("cannot store a response: %s", error)
+            logger.warning("cannot store the response %s: %s", document["id"], error)
             return False
         return True
 
@@ -122,24 +124,24 @@ class ResponseSaver:
         await self.store.add(self.owner, document, items)
 
     async def extend(self, document: Document) -> None:
-        """Add the request's input and a response's output to the conversation, if it has one."""
+        """Add the input of the request and the output of a response to the conversation, if there is one."""
         if self._conversation is None:
             return
         try:
             items = conversation_items([*self._items, *document["output"]])
             await self._conversations.append(self.owner, self._conversation, items)
         except PenstockError as error:
-            logger.warning("cannot add a response to its conversation: %s", error)
+            logger.warning("cannot add the response %s to its conversation: %s", document["id"], error)
 
 
 class Background:
-    """The responses that this process computes in the background."""
+    """The responses that this API process computes in the background."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, service: RequestLimiter, handler: ResponseHandler, saver: ResponseSaver) -> Document:
-        """Store a queued response and start computing it."""
+        """Store a response with the status ``queued``, and start computing it; returns the queued response."""
         queued = handler.pending("queued")
         await saver.add(queued)
         name = queued["id"]
@@ -148,7 +150,7 @@ class Background:
         return queued
 
     def cancel(self, name: str) -> None:
-        """Stop computing a response in this process; other processes notice within ``BEAT_INTERVAL``."""
+        """Stop computing a response in this process. Other processes check for cancellation every ``BEAT_INTERVAL``."""
         if task := self._tasks.get(name):
             task.cancel()
 
@@ -179,23 +181,23 @@ class Background:
             work.cancel()
 
     async def _fail(self, handler: ResponseHandler, saver: ResponseSaver, failure: Failure) -> None:
-        """Store a failed response, unless it was cancelled or deleted."""
+        """Store the response as failed, unless it was cancelled or deleted."""
         try:
             await saver.store.advance(saver.owner, handler.failed(failure))
         except PenstockError as error:
-            logger.error("a background response failed, and its failure cannot be stored: %s", error)
+            logger.error("cannot store the failure of a background response (%s): %s", failure.message, error)
 
 
 async def _is_wanted(store: ResponseStore, owner: str, name: str) -> bool:
     try:
         return await store.beat(owner, name)
     except PenstockError as error:  # the database may recover
-        logger.warning("a background response continues without a heartbeat: %s", error)
+        logger.warning("cannot store the heartbeat of the background response %s, continuing: %s", name, error)
         return True
 
 
 def conversation_items(items: list[Document]) -> list[Document]:
-    """Complete items of a request or response for a conversation: new ids, a status, and content as a list of parts."""
+    """Complete items for a conversation: add new ids and a status, and convert the content to a list of parts."""
     return [_complete(item) for item in items]
 
 

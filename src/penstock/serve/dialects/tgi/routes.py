@@ -45,7 +45,7 @@ SCHEMAS = (GenerateRequest, CompatGenerateRequest, Generation, StreamToken)
 PREFIX = "tgi."
 """Prefix of schema names in the OpenAPI document."""
 MAX_NEW_TOKENS = 100
-"""Default of ``max_new_tokens``."""
+"""Default of ``max_new_tokens``, as in TGI."""
 NAMES = {
     "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repetition_penalty",
@@ -59,11 +59,11 @@ SAMPLING = ("temperature", "top_k", "top_p")
 
 
 class TGIHandler(CompletionHandler):
-    """Handles one request.
+    """Handler of one generate request.
 
     Args:
-        request: the request as OpenAI's completion.
-        tgi_request: the request as it was sent.
+        request: the request, converted to OpenAI's completion request.
+        tgi_request: the original request.
         as_list: respond with a list of one generation, as ``/`` does.
     """
 
@@ -80,7 +80,7 @@ class TGIHandler(CompletionHandler):
         self._inputs = tgi_request.inputs
         self._as_list = as_list
         self._num_tokens = 0
-        """Number of tokens sent."""
+        """Number of tokens sent so far."""
 
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
         answer = Generation(generated_text=self._text(outputs[0].outputs[0]))
@@ -89,7 +89,7 @@ class TGIHandler(CompletionHandler):
         return encode([answer] if self._as_list else answer)
 
     async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
-        """One event per token. Text that may still change (incomplete UTF-8, stop strings) is in a later event."""
+        """Encode one event per token. Text that may still change (UTF-8, stop strings) is sent with a later token."""
         completion = output.outputs[0]
         if (delta := self.cursors[0].advance(completion)) is None:
             return b""
@@ -148,7 +148,7 @@ class TGIHandler(CompletionHandler):
         return self._token(*next(iter(position.items())))
 
     def _top(self, position: PositionLogprobs) -> list[Token]:
-        """The most likely tokens at a position."""
+        """The most likely tokens at a position (``top_n_tokens``)."""
         return [self._token(*entry) for entry in likeliest(position, self.parameters.top_n_tokens or 0)]
 
     def _token(self, token_id: int, entry: Logprob) -> Token:
@@ -157,7 +157,7 @@ class TGIHandler(CompletionHandler):
 
 
 class TGIRoutes(DialectRoutes):
-    """Also drops null fields of ``parameters``."""
+    """Routes of TGI. Null fields of ``parameters`` are dropped when a request is converted."""
 
     def convert(self, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
         if isinstance(given := fields.get("parameters"), dict):
@@ -166,7 +166,7 @@ class TGIRoutes(DialectRoutes):
 
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
-    """Add the routes. vLLM's ``/generate`` must have been added before."""
+    """Add TGI's routes. vLLM's ``/generate`` must have been added before, as both share the path."""
     routes.error_formats.add(ERROR_FORMAT, "/generate_stream", "/info")
     routes.error_formats.add_exact(ERROR_FORMAT, "/")
     api = TGIRoutes(routes, served_models, ERROR_FORMAT, SCHEMAS, PREFIX)
@@ -227,13 +227,13 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
 
 def completion_fields(request: GenerateRequest, streamed: bool) -> dict[str, Any]:
-    """Convert to the fields of OpenAI's completion request.
+    """Convert a generate request to the fields of OpenAI's completion request.
 
     Raises ``PenstockError`` for unsupported or contradictory parameters.
     """
     parameters = request.parameters
     if parameters.watermark:
-        raise PenstockError(Code.UNSUPPORTED, "watermark: is not supported", "watermark")
+        raise PenstockError(Code.UNSUPPORTED, "watermark: is not supported; leave it out", "watermark")
     if parameters.typical_p not in (None, 1):
         raise PenstockError(Code.UNSUPPORTED, "typical_p: is not supported; use top_p or top_k", "typical_p")
     if streamed:
@@ -242,7 +242,7 @@ def completion_fields(request: GenerateRequest, streamed: bool) -> dict[str, Any
             ("decoder_input_details", parameters.decoder_input_details),
         ):
             if given:
-                raise invalid(name, "is not available for streamed responses")
+                raise invalid(name, "is not available for streamed responses; leave it out, or use /generate")
     fields = {to: value for name, to in NAMES.items() if (value := getattr(parameters, name)) not in (None, [])}
     fields |= _sampling(parameters)
     fields["max_tokens"] = parameters.max_new_tokens or MAX_NEW_TOKENS
@@ -265,7 +265,7 @@ def _sampling(parameters: Parameters) -> dict[str, Any]:
         del result["repetition_penalty"]
     if (parameters.best_of or 1) > 1:
         if values.get("temperature") == 0:
-            raise invalid("best_of", "requires sampling (do_sample)")
+            raise invalid("best_of", f"is {parameters.best_of}, which requires sampling; set do_sample to true")
         result["best_of"] = parameters.best_of
     return result | values
 
@@ -273,18 +273,20 @@ def _sampling(parameters: Parameters) -> dict[str, Any]:
 def _constraint(grammar: Grammar) -> dict[str, Any]:
     if grammar.type == "regex":
         if not isinstance(grammar.value, str):
-            raise invalid("grammar.value", "must be a regular expression (a string)")
+            message = "must be a regular expression (a string), as the grammar type is regex"
+            raise invalid("grammar.value", f"{message}, is {str(grammar.value)[:50]!r}")
         return {"guided_regex": grammar.value}
     schema = grammar.value
     if grammar.type == "json_schema":
         if not isinstance(schema, dict) or "schema" not in schema:
-            raise invalid("grammar.value", "must be an object with the field schema")
+            message = "must be an object with the field schema, as the grammar type is json_schema"
+            raise invalid("grammar.value", f"{message}, is {str(schema)[:50]!r}")
         schema = schema["schema"]
     return {"guided_json": schema}
 
 
 def _spread(tokens: list[Token], text: str) -> None:
-    """Set the texts of a step's tokens so that the texts of all non-special tokens add up to ``text``."""
+    """Set the texts of the tokens of a step, so that the texts of all non-special tokens add up to ``text``."""
     regular = [token for token in tokens if not token.special]
     if "".join(token.text for token in regular) == text:
         return
@@ -292,5 +294,5 @@ def _spread(tokens: list[Token], text: str) -> None:
         token.text = ""
     if regular:
         regular[-1].text = text
-    elif tokens and text:  # held-back text is sent with the end token
+    elif tokens and text:  # text held back in earlier steps is sent with the EOS token
         tokens[-1].text, tokens[-1].special = text, False

@@ -1,7 +1,7 @@
 """Requests and responses of Text Generation Inference. A stream has one event per token.
 
-Null fields of a request are dropped. TGI omits an absent ``top_tokens``, and the ``details`` of an unstreamed response;
-other absent fields are null.
+A null field of a request counts as absent. As in TGI, a response omits absent ``top_tokens``, and a full response omits
+absent ``details``; all other absent fields are null.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ERROR_TYPES = {
     Code.OVERLOADED: "overloaded",
 }
 STATUSES = {Code.INVALID: 422, Code.UNSUPPORTED: 422, Code.TOO_LONG: 422, Code.OVERLOADED: 429}
-"""HTTP statuses that differ from those of the other dialects."""
+"""HTTP statuses that differ from the statuses of other dialects."""
 
 
 class TGIErrorFormat(ErrorFormat):
@@ -52,39 +52,39 @@ ERROR_FORMAT = TGIErrorFormat(
 
 
 class Grammar(msgspec.Struct, kw_only=True):
-    """A constraint on the output."""
+    """A constraint on the output (guided decoding)."""
 
     type: Literal["json", "json_schema", "regex"]
     value: str | dict[str, Any]
-    """A JSON Schema, an object with one as ``schema``, or a regular expression."""
+    """JSON Schema (``json``), object with a JSON Schema as ``schema`` (``json_schema``), or regular expression."""
 
 
 class Parameters(msgspec.Struct, kw_only=True):
     adapter_id: str | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Number of sequences to generate; the most likely one is returned."""
+    """Number of sequences to generate; the most likely sequence is returned. Default: 1."""
     decoder_input_details: bool | None = None
-    """Return the prompt tokens, too."""
+    """Also return the prompt tokens, with log probabilities."""
     details: bool | None = None
-    """Return the tokens with log probabilities."""
+    """Return the generated tokens with log probabilities."""
     do_sample: bool | None = None
-    """Sample. Default: greedy, unless temperature, top_k or top_p asks for sampling."""
+    """Sample instead of greedy decoding. Default: true if temperature, top_k or top_p requests sampling."""
     frequency_penalty: float | None = None
     grammar: Grammar | None = None
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Default: 100."""
+    """Maximum number of generated tokens. Default: 100."""
     repetition_penalty: float | None = None
     return_full_text: bool | None = None
     """Return the prompt before the output."""
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     stop: list[str] | None = None
-    """Stop strings. The output includes the stop string that ended it."""
+    """Stop strings. The output includes the stop string that ended generation."""
     temperature: Annotated[float, msgspec.Meta(gt=0)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=1)] | None = None
     top_n_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_TOKENS)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     truncate: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Keep only this many tokens at the end of the prompt."""
+    """Maximum number of prompt tokens; longer prompts are truncated at the beginning. Default: no truncation."""
     typical_p: float | None = None
     watermark: bool | None = None
 
@@ -97,7 +97,7 @@ class GenerateRequest(RequestBody, kw_only=True):
 
 
 class CompatGenerateRequest(GenerateRequest, kw_only=True):
-    """Request to ``/``."""
+    """Generate request to the path ``/``."""
 
     stream: bool = False
 
@@ -106,7 +106,7 @@ class PromptToken(msgspec.Struct, kw_only=True):
     id: int
     text: str
     logprob: float | None
-    """None for the first token."""
+    """Log probability; None for the first token of the prompt."""
 
 
 class Token(msgspec.Struct, kw_only=True, gc=False):
@@ -117,10 +117,10 @@ class Token(msgspec.Struct, kw_only=True, gc=False):
 
 
 class EndDetails(msgspec.Struct, kw_only=True):
-    """How generation ended."""
+    """Details of the end of generation."""
 
     finish_reason: str
-    """``length``, ``eos_token`` or ``stop_sequence``."""
+    """Reason of the end: ``length``, ``eos_token`` or ``stop_sequence``."""
     generated_tokens: int
     seed: int | None
 
@@ -143,16 +143,16 @@ class Generation(msgspec.Struct, kw_only=True):
 
 
 class StreamToken(msgspec.Struct, kw_only=True):
-    """An event of a stream."""
+    """An event of a stream: one generated token."""
 
     index: int
-    """Index of the token, from 1."""
+    """Index of the generated token, from 1."""
     token: Token
     top_tokens: list[Token] | UnsetType = UNSET
     generated_text: str | None = None
-    """The full output, in the last event."""
+    """The full output in the last event, otherwise None."""
     details: StreamDetails | None = None
-    """Set in the last event."""
+    """Details of the end of generation, in the last event."""
 
 
 def reason_of(completion: CompletionOutput) -> str:

@@ -1,1 +1,1 @@
-"""vLLM's endpoints beyond OpenAI's API: ``/generate``, development mode and management."""
+"""vLLM's endpoints that OpenAI's API does not have: ``/generate``, development mode and management."""

@@ -1,4 +1,4 @@
-"""vLLM's development-mode endpoints: sleep, wake_up, pause, resume."""
+"""vLLM's development-mode endpoints: ``/sleep``, ``/wake_up``, ``/pause`` and ``/resume``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
 
 
 def add_routes(routes: Routes, operator: Operator) -> None:
-    """Add the routes if ``server_dev_mode`` is set."""
+    """Add vLLM's development-mode routes if ``server_dev_mode`` is set."""
     if not operator.served_models.options.server_dev_mode:
         return
 
     async def sleep(request: Request) -> Response:
         level = request.query_params.get("level", "1")
         if level not in ("0", "1", "2"):
-            raise invalid("level", "must be 0, 1 or 2")
+            raise invalid("level", f"must be 0, 1 or 2, is {level[:20]!r}")
         await operator.carry_out(Sleep(int(level), _mode(request)), request)
         return Response()
 
@@ -56,8 +56,8 @@ def add_routes(routes: Routes, operator: Operator) -> None:
 
 
 def _mode(request: Request) -> PauseMode:
-    """How open requests are handled. Raises ``PenstockError`` (``invalid``)."""
-    mode = MODES.get(request.query_params.get("mode", "abort"))
+    """The query parameter ``mode``: how open requests are handled. Raises ``PenstockError`` (``invalid``)."""
+    mode = MODES.get(given := request.query_params.get("mode", "abort"))
     if mode is None:
-        raise invalid("mode", f"must be one of {', '.join(MODES)}")
+        raise invalid("mode", f"must be one of {', '.join(MODES)}, is {given[:20]!r}")
     return mode

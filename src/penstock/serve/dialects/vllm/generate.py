@@ -1,4 +1,4 @@
-"""vLLM's ``/generate``: a prompt with sampling parameters; the response has the prompt followed by each completion."""
+"""vLLM's ``/generate``: completes a prompt with sampling parameters; each returned text begins with the prompt."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ..openai.schema import ErrorResponse, error_of
 
 PATH = "/generate"
 FULL_RATE_BYTES = 2**24
-"""Bytes of a stream up to which an object is sent for each step. Each object repeats the prompt and all texts."""
+"""Bytes of a stream up to which an object is sent for each step. Each object repeats the prompt and all text so far."""
 MIN_GROWTH = 17 / 16
-"""Beyond ``FULL_RATE_BYTES``, minimum ratio of an object's size to that of the previous one."""
+"""Minimum ratio of the size of an object to the size of the previous object, beyond ``FULL_RATE_BYTES``."""
 IGNORED = frozenset(("logprobs", "prompt_logprobs"))
-"""Fields that vLLM accepts here without returning anything for them."""
+"""Fields without effect: vLLM's ``/generate`` accepts them, but returns no log probabilities."""
 
 
 class GenerateRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
@@ -42,21 +42,21 @@ class GenerateRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=Tru
 
     prompt: str
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    """16 by default."""
+    """Maximum number of generated tokens. Default: 16."""
 
 
 class GenerateResponse(msgspec.Struct):
     """A full response, or one object of a stream."""
 
     text: list[str]
-    """Prompt and output so far of each sequence."""
+    """Prompt followed by the output so far, for each sequence."""
 
 
 class GenerateErrorFormat(ErrorFormat):
-    """OpenAI's errors; streams are JSON objects, not server-sent events.
+    """OpenAI's error format, for streams of JSON objects instead of server-sent events.
 
     Args:
-        end: terminator of each object.
+        end: terminator of each object of a stream.
     """
 
     dialect = "vllm"
@@ -72,29 +72,30 @@ class GenerateErrorFormat(ErrorFormat):
 
 NEWLINE_DELIMITED = GenerateErrorFormat(b"\n")
 NUL_DELIMITED = GenerateErrorFormat(b"\0")
-"""Objects of a stream end with a NUL byte, as in vLLM up to 0.6."""
+"""Error format of streams with objects that end with a NUL byte, as in vLLM up to 0.6."""
 
 
 def is_ascend(served_models: ServedModels) -> bool:
-    """True if the compatibility profile is vLLM 0.5 for Ascend."""
+    """True with ``--compat ascend-vllm`` (vLLM 0.5 for Ascend)."""
     return served_models.options.compat == "ascend-vllm"
 
 
 def check(sampling: SamplingParams) -> None:
     """Raise ``PenstockError`` (``invalid``) for ``n`` > 1 with greedy sampling, as vLLM 0.5 does."""
     if sampling.n > 1 and not sampling.use_beam_search and (sampling.greedy or sampling.top_k == 1):
-        raise invalid("n", "must be 1 with temperature 0 or top_k 1: all sequences would be the same", 1)
+        message = f"must be 1 with temperature 0 or top_k 1 (all sequences would be the same), is {sampling.n}"
+        raise invalid("n", message, 1)
 
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
-    """Add ``/generate``."""
+    """Add vLLM's ``/generate``."""
     error_format = NUL_DELIMITED if is_ascend(served_models) else NEWLINE_DELIMITED
     routes.error_formats.add(error_format, PATH)
     api = DialectRoutes(routes, served_models, error_format, (GenerateRequest, GenerateResponse), failure=ErrorResponse)
 
     def create(request: GenerateRequest, record: RequestRecord, size: int) -> Response:
         if request.return_token_ids:
-            message = "return_token_ids: the response of /generate has no field for token ids"
+            message = "return_token_ids: the response of /generate has no field for token ids; use /v1/completions"
             raise PenstockError(Code.UNSUPPORTED, message, "return_token_ids")
         service = served_models.find(request.model)
         handler = GenerateHandler(service, record, request, error_format.stream_end)
@@ -105,7 +106,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
 
 class GenerateHandler(GenerationHandler):
-    """Handles one request.
+    """Handler of one generate request.
 
     Args:
         end: terminator of each object of a stream.
@@ -117,9 +118,9 @@ class GenerateHandler(GenerationHandler):
         self._request = request
         self._end = end
         self._texts: list[str] = []
-        """Texts of the last object sent."""
+        """Outputs in the last object sent, without the prompt."""
         self._size = self._sent = 0
-        """Number of characters in the last object, and number of bytes sent."""
+        """Number of characters in the last object, and number of bytes sent so far."""
         check(self.sampling)
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
@@ -134,8 +135,8 @@ class GenerateHandler(GenerationHandler):
         return encode(self._response(outputs[0]))
 
     async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
-        """An object with all text so far. Beyond ``FULL_RATE_BYTES``, it is sent only when it has grown by
-        ``MIN_GROWTH``, so that the size of a stream remains a small multiple of the last object's."""
+        """Encode an object with all text so far. Beyond ``FULL_RATE_BYTES``, it is sent only if it has grown by a
+        factor of ``MIN_GROWTH``, so that a stream is at most a small multiple of the size of its last object."""
         texts = [completion.text for completion in output.outputs]
         size = sum(map(len, texts)) + len(texts) * len(self._request.prompt)
         is_slowed = self._sent > FULL_RATE_BYTES and not output.finished

@@ -1,6 +1,6 @@
 """vLLM's management endpoints: ping (SageMaker), load, server and tokenizer info, prefix cache reset, abort.
 
-Some of these exist in vLLM in development mode only; here they require the API key instead.
+vLLM has some of these endpoints in development mode only; Penstock requires the API key for them instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "score-")
 
 
 class AbortRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """Requests to abort, by response id or request id."""
+    """Request to abort other requests, given by response id or request id."""
 
     request_ids: NonEmptyText | Annotated[list[NonEmptyText], msgspec.Meta(max_length=4096)]
 
@@ -43,13 +43,13 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return Response()
 
     async def load(_: Request) -> Response:
-        return JSONResponse({"server_load": served_models.num_open_requests})  # of this API process
+        return JSONResponse({"server_load": served_models.num_open_requests})  # requests of this API process only
 
     async def server_info(raw_request: Request) -> Response:
         config_format = raw_request.query_params.get("config_format", "text")
         fields = {model.name: shown(model.configuration) for model in served_models.models}
         if config_format not in ("text", "json"):
-            raise invalid("config_format", "must be text or json")
+            raise invalid("config_format", f"must be text or json, is {config_format[:20]!r}")
         config: Any = fields if config_format == "json" else json.dumps(fields)
         return JSONResponse({"version": __version__, "vllm_config": config})
 
@@ -73,7 +73,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
     for method in ("GET", "POST"):
         api.add("/ping", ping, "Health check", None, method=method, access=Access.PUBLIC)
-    api.add("/load", load, "Number of open requests")
+    api.add("/load", load, "Number of open requests of this API process")
     summary, query = "Server options, with secrets masked", ("config_format",)
     api.add("/server_info", server_info, summary, access=Access.PRIVATE, query=query)
     api.add("/tokenizer_info", tokenizer_info, "Tokenizer options and chat template", query=("model",))

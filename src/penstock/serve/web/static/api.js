@@ -5,7 +5,7 @@ let asking = null;
 
 export const hasKey = () => Boolean(sessionStorage.getItem(STORED));
 
-/** Ask for an API key; resolves to true if one was entered. Concurrent callers share one dialog. */
+/** Ask for an API key; resolves to true if a key was entered. Concurrent callers share one dialog. */
 export function askForKey() {
   asking ??= new Promise((resolve) => {
     const dialog = document.getElementById("key-dialog");
@@ -24,7 +24,7 @@ export function askForKey() {
   return asking;
 }
 
-/** fetch() with the key; asks for one if it is missing or wrong. Throws an Error with the server's message. */
+/** fetch() with the key; asks for a key if the key is missing or wrong. Throws an Error with the server's message. */
 export async function call(path, options = {}) {
   for (;;) {
     const key = sessionStorage.getItem(STORED);

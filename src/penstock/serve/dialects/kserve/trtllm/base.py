@@ -1,4 +1,4 @@
-"""Base of the models that generate text or token ids."""
+"""Base class of the TensorRT-LLM models that generate text or token ids."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ UNSUPPORTED_INPUTS = {
     ),
 }
 ALIASES = {"min_tokens": "min_length", "seed": "random_seed"}
-"""Input name since TensorRT-LLM 0.17 → earlier name."""
+"""Input name since TensorRT-LLM 0.17 → name before 0.17."""
 SAMPLING_INPUTS = (
     Spec("end_id", INT32, optional=True),
     Spec("pad_id", INT32, optional=True),
@@ -86,11 +86,11 @@ GENERATION_OUTPUTS = (
 FP32_BYTES = 4
 EMPTY_DELTA = SequenceDelta("", [], [])
 MIN_FP32 = -3.4e38
-"""Replaces minus infinity in FP32 outputs."""
+"""Value that replaces minus infinity in FP32 outputs."""
 
 
 class Row(NamedTuple):
-    """One prompt of a request."""
+    """One prompt of a request, and its sampling parameters."""
 
     prompt: TokenizedPrompt
     sampling: SamplingParams
@@ -100,17 +100,17 @@ class SequenceResponse(NamedTuple):
     """One sequence in a response."""
 
     row: int
-    """Index of the row."""
+    """Index of the row in the request."""
     output: RequestOutput
     completion: CompletionOutput
     delta: SequenceDelta
-    """The output to return: that of one step, or the whole sequence."""
+    """The output to return: the new tokens of one step, or the whole sequence."""
 
 
 class GenerationModel(Model):
-    """A model that generates, in one response, or with ``stream`` step by step.
+    """A model that generates text or token ids. With the input ``stream``, the output of each step is a response.
 
-    In decoupled calls, each response has one sequence of a row, or all beams of a row, as in TensorRT-LLM.
+    As in TensorRT-LLM, a response of a decoupled call has one sequence, or all beams of a row.
     """
 
     names: ClassVar[InputNames]
@@ -140,11 +140,11 @@ class GenerationModel(Model):
     def output_tensors(
         self, call: ModelCall, responses: list[SequenceResponse], rows: int, streamed: bool
     ) -> list[Tensor]:
-        """The model's output tensors for the sequences of one response, without ``GENERATION_OUTPUTS``."""
+        """The text or token tensors of a response with ``rows`` rows; the caller adds ``GENERATION_OUTPUTS``."""
 
     @abstractmethod
     def has_output(self, delta: SequenceDelta) -> bool:
-        """True if a step's output is sent in a streamed response."""
+        """True if the output of a step is sent in a streamed response; False if it is empty."""
 
     async def infer(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
         try:
@@ -175,7 +175,7 @@ class GenerationModel(Model):
                         ):
                             yield self._response(call, responses, 1, streamed, not left)
             if len(last) < len(rows):
-                raise PenstockError(Code.CANCELLED, "the request was stopped before all its prompts had output")
+                raise PenstockError(Code.CANCELLED, "the request was stopped before each of its prompts had output")
             if not call.streamed:
                 responses = [
                     SequenceResponse(i, last[i], completion, full_delta(completion))
@@ -200,8 +200,8 @@ class GenerationModel(Model):
     def _step_responses(
         self, index: int, row: Row, output: RequestOutput, left: dict[tuple[int, int], SequenceCursor], streamed: bool
     ) -> Iterator[list[SequenceResponse]]:
-        """The responses after a step, as lists of sequences: one for each finished sequence, which is removed from
-        ``left``, and in streams for each one with new tokens. All beams of a row are in one response."""
+        """Yield the responses of a step, as lists of sequences: one response for each finished sequence (removed from
+        ``left``) and, if ``streamed``, for each sequence with new tokens. All beams of a row are in one response."""
         for completion in output.outputs:
             cursor = left.get((index, completion.index))
             if cursor is None or (delta := cursor.advance(completion)) is None:
@@ -216,7 +216,7 @@ class GenerationModel(Model):
 
     def _stop(self, call: ModelCall) -> None:
         if not (call.record.client and call.id):
-            raise invalid("id", "stop requires gRPC, and the id of a request of the same connection")
+            raise invalid("id", "stop requires gRPC, and the id of a running request of the same connection")
         self._running.stop(_client(call), call.id)
 
     def _check_beams(self, beams: int | None) -> None:
@@ -244,19 +244,19 @@ class GenerationModel(Model):
         return sampling.return_context_logits or sampling.return_generation_logits or self.has_output(delta)
 
     def _uniform_value(self, call: ModelCall, name: str) -> Any:
-        """The value of an input that must be the same in all rows."""
+        """The value of an input that must have the same value in all rows; None if it is absent."""
         result = {self.names.value(call, index, name) for index in range(call.rows)}
         if len(result) > 1:
-            raise invalid(name, "must be the same in all rows")
+            raise invalid(name, f"must be the same in all rows, has {' and '.join(sorted(map(str, result)))}")
         return result.pop()
 
     def excluded(self, call: ModelCall, row: int) -> bool:
-        """True if a response that is not streamed omits the prompt of a row."""
+        """True if responses that are not streamed omit the prompt of a row."""
         exclude = self.names.value(call, row, "exclude_input_in_output")
         return self._service.options.exclude_input_in_output if exclude is None else bool(exclude)
 
     def leading_shape(self, call: ModelCall, responses: list[SequenceResponse], rows: int) -> tuple[int, ...]:
-        """The leading dimensions of outputs: rows, if the request has a batch dimension, and sequences."""
+        """Leading dimensions of outputs: ``(sequences,)``, or ``(rows, sequences per row)`` with a batch dimension."""
         return (len(responses),) if call.batch is None else (rows, len(responses) // rows)
 
     def _response(
@@ -284,7 +284,7 @@ class GenerationModel(Model):
         return ModelResponse(result + self._logits(responses, lead), last)
 
     def _is_requested(self, call: ModelCall, responses: list[SequenceResponse], name: str) -> bool:
-        """True if an input that requests outputs is true for any of the rows."""
+        """True if the input ``name``, which requests an output, is true for any row of the response."""
         return any(self.names.value(call, each.row, name) for each in responses)
 
     def _token_counts(
@@ -295,7 +295,7 @@ class GenerationModel(Model):
         prompts = [len(each.output.prompt_token_ids) for each in responses]
         if self._is_requested(call, responses, "return_num_input_tokens"):
             result.append(Tensor("num_input_tokens", INT32, lead, prompts))
-        if self._is_requested(call, responses, "return_num_output_tokens"):  # counts output_ids, prompt included
+        if self._is_requested(call, responses, "return_num_output_tokens"):  # output_ids may include the prompt
             begins = [
                 0 if streamed or self.excluded(call, each.row) else n
                 for each, n in zip(responses, prompts, strict=True)
@@ -328,14 +328,14 @@ class GenerationModel(Model):
 
 
 def _client(call: ModelCall) -> tuple[str, str]:
-    """Connection and tenant: requests may only stop requests of both (a proxy may share a connection)."""
+    """Connection and tenant of a call. ``stop`` requires that both match, as tenants may share a proxy's connection."""
     return call.record.client, call.record.tenant
 
 
 def group_stopped(
     stopped: list[SequenceResponse], rows: Sequence[Row]
 ) -> Iterator[tuple[list[SequenceResponse], bool]]:
-    """Group stopped sequences into responses, each with True if it is the last response."""
+    """Group the sequences of a stopped request into responses; yields each response, and True for the last one."""
     responses: list[list[SequenceResponse]] = []
     for sequence in stopped:
         if responses and rows[sequence.row].sampling.use_beam_search and responses[-1][0].row == sequence.row:
@@ -347,29 +347,29 @@ def group_stopped(
 
 
 def full_delta(completion: CompletionOutput) -> SequenceDelta:
-    """A whole sequence as one delta."""
+    """Convert a whole sequence to one delta."""
     return SequenceDelta(completion.text, completion.token_ids, completion.logprobs or [])
 
 
 def logits_of(response: SequenceResponse, width: int) -> bytes:
-    """The generation logits of the tokens in a response, ``width`` FP32 numbers per token."""
+    """The generation logits of the tokens in a response: ``width`` (vocabulary size) FP32 numbers per token."""
     first = len(response.completion.token_ids) - len(response.delta.token_ids)
     return bytes((response.completion.generation_logits or bytearray())[first * width * FP32_BYTES :])
 
 
 def rows_of(parts: Sequence[bytes], width: int) -> tuple[int, memoryview[float]]:
-    """Zero-pad FP32 matrices to the same number of rows; returns that number and the concatenated elements."""
+    """Zero-pad FP32 matrices (``width`` columns) to the same number of rows; returns this number and all elements."""
     maximum = max(map(len, parts))
     raw = parts[0] if len(parts) == 1 else b"".join([part.ljust(maximum, b"\0") for part in parts])
     return maximum // (width * FP32_BYTES), memoryview(raw).cast("f")
 
 
 def zeros(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Placeholder for scores that were not requested; clients of TensorRT-LLM's backend always read them."""
+    """Zeros for an output that was not requested: clients of TensorRT-LLM's backend read all score outputs."""
     return Tensor(name, FP32, shape, [0.0] * math.prod(shape))
 
 
 def pad(lists: list[list[T]], filling: T) -> tuple[int, list[T]]:
-    """Pad lists to the same length; returns that length and the concatenated elements."""
+    """Pad lists with ``filling`` to the length of the longest; returns this length and the concatenated elements."""
     length = max(map(len, lists), default=0)
     return length, [*itertools.chain.from_iterable([*each, *[filling] * (length - len(each))] for each in lists)]

@@ -16,20 +16,22 @@ from penstock.serve.models.served_models import ServedModels
 from ..model import VERSION
 
 MICROSECONDS = 1e6
+KV_BLOCKS = "Number of KV cache blocks by state, tokens per block, and fraction of blocks in use."
+GENERAL = "Current time (microseconds since 1970), and number of engine steps."
 
 
 class Group(NamedTuple):
-    """One metric, whose values are distinguished by a label."""
+    """One metric, with one value per value of its label."""
 
     name: str
     about: str
     label: str
     values: Mapping[str, float]
-    """Value of the label → value of the metric."""
+    """Label value → metric value."""
 
 
 class TrtLlmMetrics:
-    """Collects the metrics when ``/metrics`` is requested. Engines send statistics once per second."""
+    """Collector of the metrics, called when ``/metrics`` is requested. Engines send statistics once per second."""
 
     def __init__(self, served_models: ServedModels) -> None:
         self._served_models = served_models
@@ -73,8 +75,8 @@ def groups(stats: Stats, options: EngineOptions) -> list[Group]:
     return [
         Group("nv_trt_llm_request_metrics", "Number of sequences by state.", "request_type", requests),
         Group("nv_trt_llm_runtime_memory_metrics", "Memory of the engine, bytes.", "memory_type", memory),
-        Group("nv_trt_llm_kv_cache_block_metrics", "Blocks of the KV cache.", "kv_cache_block_type", blocks),
-        Group("nv_trt_llm_general_metrics", "Timestamp, and number of engine steps.", "general_type", general),
+        Group("nv_trt_llm_kv_cache_block_metrics", KV_BLOCKS, "kv_cache_block_type", blocks),
+        Group("nv_trt_llm_general_metrics", GENERAL, "general_type", general),
         _static(stats, options, generating) if options.batching_type == "static" else _inflight(stats, generating),
     ]
 
@@ -86,7 +88,7 @@ def _inflight(stats: Stats, generating: int) -> Group:
         "micro_batch_id": 0,
         "paused_requests": stats.num_preempted_waiting,
     }
-    about = "The last step, and preempted sequences that wait."
+    about = "Prefill tokens and generating sequences of the last step, and number of preempted sequences that wait."
     return Group("nv_trt_llm_inflight_batcher_metrics", about, "inflight_batcher_specific_metric", values)
 
 
@@ -96,4 +98,5 @@ def _static(stats: Stats, options: EngineOptions, generating: int) -> Group:
         "total_generation_tokens": generating,
         "empty_generation_slots": options.max_num_seqs - stats.scheduled,
     }
-    return Group("nv_trt_llm_v1_metrics", "The last step.", "v1_specific_metric", values)
+    about = "Prefill tokens, generated tokens and empty slots of the last step."
+    return Group("nv_trt_llm_v1_metrics", about, "v1_specific_metric", values)

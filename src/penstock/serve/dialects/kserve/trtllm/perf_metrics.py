@@ -1,4 +1,4 @@
-"""The outputs of ``return_perf_metrics``, as in TensorRT-LLM's backend."""
+"""Performance metrics of a request (``return_perf_metrics``), as in TensorRT-LLM's backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NANOSECONDS = 1e9
 
 
 def perf_metrics(outputs: Sequence[RequestOutput], block_size: int, lead: tuple[int, ...]) -> list[Tensor]:
-    """The tensors for several sequences; each has the metrics of its whole request.
+    """The metric tensors of several sequences. Each sequence has the metrics of its whole request.
 
     Args:
         outputs: the output of each sequence's request.
@@ -36,7 +36,7 @@ def perf_metrics(outputs: Sequence[RequestOutput], block_size: int, lead: tuple[
 
 
 def _metric_values(output: RequestOutput, block_size: int) -> tuple[int | float, ...]:
-    """Values in the order of ``OUTPUTS``. Times are on the monotonic clock, as in TensorRT-LLM.
+    """Metric values of a request, in the order of ``OUTPUTS``. Times are on the monotonic clock, as in TensorRT-LLM.
 
     New blocks are the blocks of the prompt that were not in the prefix cache; total blocks are all blocks allocated so
     far.

@@ -25,7 +25,7 @@ ALIASES = {
     "logit_bias": "embedding_bias_weights",
     "guided_decoding": "guided_decoding_guide",
 }
-"""Internal parameter name → TensorRT-LLM's, if they differ."""
+"""Internal parameter name → TensorRT-LLM's input name, if the names differ."""
 GUIDED_INPUTS = {
     "json": "json_object",
     "json_schema": "json",
@@ -40,14 +40,14 @@ class InputNames:
     """The names of a model's inputs.
 
     Args:
-        renamed: name in the model ``ensemble`` → name in this model, if they differ.
+        renamed: input name of the model ``ensemble`` → input name of this model, if the names differ.
     """
 
     def __init__(self, renamed: Mapping[str, str]) -> None:
         self._renamed = renamed
 
     def of(self, name: str) -> str:
-        """The model's name of an input of ``ensemble``."""
+        """The name in this model of the input ``name`` of ``ensemble``."""
         return self._renamed.get(name, name)
 
     def value(self, call: ModelCall, index: int, name: str) -> Any:
@@ -56,7 +56,7 @@ class InputNames:
         return result[0] if result else None
 
     def renamed(self, error: PenstockError) -> PenstockError:
-        """The error with the model's input names."""
+        """Replace the internal parameter name in an error with the input name of this model."""
         failure = error.failure
         parameter = self.of(ALIASES.get(failure.field, failure.field))
         message = failure.message
@@ -109,12 +109,13 @@ def sampling_of(call: ModelCall, index: int, names: InputNames, vocab_size: int,
 
 def check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     """Raise ``PenstockError`` (``invalid``) for token ids beyond the vocabulary."""
-    if not all(0 <= token_id < vocab_size for token_id in token_ids):
-        raise invalid(name, f"token ids must be from 0 to {vocab_size - 1}", vocab_size - 1)
+    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+    if wrong is not None:
+        raise invalid(name, f"token ids must be from 0 to {vocab_size - 1}, has {wrong}", vocab_size - 1)
 
 
 def guided_of(call: ModelCall, index: int, names: InputNames) -> dict[str, Any]:
-    """The guided decoding parameters of one row; empty if there are none."""
+    """The guided decoding parameters of one row; empty without ``guided_decoding_guide_type``."""
     kind = names.value(call, index, "guided_decoding_guide_type")
     guide = names.value(call, index, "guided_decoding_guide")
     if not kind:
@@ -122,17 +123,18 @@ def guided_of(call: ModelCall, index: int, names: InputNames) -> dict[str, Any]:
             raise invalid("guided_decoding_guide_type", "is missing; guided_decoding_guide requires it")
         return {}
     if (field := GUIDED_INPUTS.get(kind.decode(errors="replace"))) is None:
-        raise invalid("guided_decoding_guide_type", f"must be one of {', '.join(GUIDED_INPUTS)}")
+        message = f"must be one of {', '.join(GUIDED_INPUTS)}, is {kind.decode(errors='replace')[:50]!r}"
+        raise invalid("guided_decoding_guide_type", message)
     if field == "json_object":
         return {"guided_decoding": GuidedDecodingParams(json_object=True, source_field="guided_decoding_guide")}
     if not guide:
-        raise invalid("guided_decoding_guide", "is missing")
+        raise invalid("guided_decoding_guide", f"is missing; the guide type {kind.decode()} requires it")
     text = guide.decode(errors="replace")
     return {"guided_decoding": GuidedDecodingParams(**{field: text}, source_field="guided_decoding_guide")}
 
 
 def logit_bias_of(entries: Sequence[tuple[Sequence[int], float]]) -> dict[str, Any]:
-    """Sum the weights of words per token: a token gets the weight of each word for each time it occurs in it."""
+    """Sum the weights of words per token. ``entries``: token ids and weight of each word."""
     result: dict[int, float] = {}
     for token_ids, weight in entries:
         for token_id in token_ids:

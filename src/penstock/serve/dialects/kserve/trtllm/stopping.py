@@ -1,4 +1,4 @@
-"""Stopping a request by another request (TensorRT-LLM's input ``stop``)."""
+"""Stopping of a running request by another request (TensorRT-LLM's input ``stop``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class StoppableRequest:
-    """A running request. Create it in the task that computes the request."""
+    """A running request that can be stopped. Create the object in the task that computes the request."""
 
     def __init__(self) -> None:
         task = asyncio.current_task()
@@ -33,7 +33,7 @@ class StoppableRequest:
 
 
 class RunningRequests:
-    """Running requests by client and request id."""
+    """The running requests, found by client and request id."""
 
     def __init__(self) -> None:
         self._requests: dict[tuple[Hashable, str], list[StoppableRequest]] = {}
@@ -51,6 +51,6 @@ class RunningRequests:
                 del self._requests[client, name]
 
     def stop(self, client: Hashable, name: str) -> None:
-        """Stop all of the client's requests with this id."""
+        """Stop all requests of a client with the request id ``name``."""
         for stoppable in self._requests.get((client, name), ()):
             stoppable.stop()

@@ -1,4 +1,4 @@
-"""``ensemble`` and ``tensorrt_llm_bls``: text in, text out."""
+"""``ensemble`` and ``tensorrt_llm_bls``: models with text as input and output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .sampling import InputNames, guided_of, logit_bias_of, sampling_of
 
 
 class TextModel(GenerationModel):
-    """Text generation.
+    """Generation of text from text.
 
     Args:
         name: model name in the repository.
@@ -63,7 +63,7 @@ class TextModel(GenerationModel):
         words = texts_of(call, index, "embedding_bias_words")
         weights = call.row("embedding_bias_weights", index) or ()
         if len(words) != len(weights):
-            message = f"has {len(weights)} elements, embedding_bias_words has {len(words)}; they must match"
+            message = f"has {len(weights)} elements; must have one per word of embedding_bias_words ({len(words)})"
             raise invalid("embedding_bias_weights", message)
 
         def encoded() -> dict[str, object]:
@@ -91,5 +91,5 @@ class TextModel(GenerationModel):
 
 
 def texts_of(call: ModelCall, index: int, name: str) -> tuple[str, ...]:
-    """The non-empty texts of an input's row."""
+    """The non-empty texts in one row of the input ``name``."""
     return tuple([text(name, element) for element in call.row(name, index) or () if element])

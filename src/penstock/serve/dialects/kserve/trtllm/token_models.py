@@ -1,4 +1,4 @@
-"""``tensorrt_llm`` (token ids in and out), ``preprocessing`` and ``postprocessing``."""
+"""``tensorrt_llm`` (token ids as input and output), ``preprocessing`` and ``postprocessing``."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ WORD_INPUTS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 SCORES = {"CUM_LOG_PROBS": 1, "OUTPUT_LOG_PROBS": 2, "CONTEXT_LOGITS": 2, "GENERATION_LOGITS": 3}
 """Inputs that ``postprocessing`` of TensorRT-LLM 0.10 returns unmodified (``OUT_…``) → number of dimensions."""
 PADDING = -1
-"""Padding of the word offsets."""
+"""Padding value of word offsets in ``BAD_WORDS_IDS`` and ``STOP_WORDS_IDS``."""
 
 
 class TokenModel(GenerationModel):
-    """Generation from token ids."""
+    """Generation of token ids from token ids."""
 
     name = "tensorrt_llm"
     platform = "tensorrtllm"
@@ -135,7 +135,7 @@ class TokenModel(GenerationModel):
 
 
 class Preprocessing(Model):
-    """Text to token ids."""
+    """Conversion of text to token ids."""
 
     name = "preprocessing"
     inputs = (
@@ -197,7 +197,7 @@ class Preprocessing(Model):
         yield ModelResponse(result)
 
     def _words(self, call: ModelCall, input_name: str, output_name: str) -> Tensor:
-        """Encode words as two rows: concatenated token ids, and the offsets at which the words end."""
+        """Encode words as two rows: concatenated token ids, and the end offset of each word."""
         rows = [
             [self._tokenizer.encode(word, False) for word in texts_of(call, index, input_name)]
             for index in range(call.rows)
@@ -217,20 +217,20 @@ class Preprocessing(Model):
             words = texts_of(call, index, "EMBEDDING_BIAS_WORDS")
             weights = call.row("EMBEDDING_BIAS_WEIGHTS", index) or ()
             if len(words) != len(weights):
-                message = f"has {len(weights)} elements, EMBEDDING_BIAS_WORDS has {len(words)}; they must match"
+                message = f"has {len(weights)} elements; must have one per word of EMBEDDING_BIAS_WORDS ({len(words)})"
                 raise invalid("EMBEDDING_BIAS_WEIGHTS", message)
             if "EMBEDDING_BIAS_WORDS" in call.inputs:
                 row = [0.0] * size
                 for word, weight in zip(words, weights, strict=True):
                     for token_id in self._tokenizer.encode(word, False):
                         row[token_id] += weight
-                maximum = MAX_VALUES[FP32]  # a sum of weights may exceed it
+                maximum = MAX_VALUES[FP32]  # a sum of weights may exceed the range of FP32
                 elements.extend([max(-maximum, min(value, maximum)) for value in row])
         return Tensor("EMBEDDING_BIAS", FP32, call.shape(len(elements) // call.rows), memoryview(elements))
 
 
 class Postprocessing(Model):
-    """Token ids to text."""
+    """Conversion of token ids to text."""
 
     name = "postprocessing"
     inputs = (
@@ -250,7 +250,7 @@ class Postprocessing(Model):
         tokens, lengths = call.inputs["TOKENS_BATCH"], call.inputs["SEQUENCE_LENGTH"].elements
         *lead, longest = tokens.shape
         if len(lengths) * longest != len(tokens.elements):
-            message = f"has {len(lengths)} elements, but TOKENS_BATCH has the shape {[*lead, longest]}"
+            message = f"has {len(lengths)} elements; must have one per sequence of TOKENS_BATCH {[*lead, longest]}"
             raise invalid("SEQUENCE_LENGTH", message)
         engine = self._service.gateway.engine_pool.known_engine()
         if longest > (maximum := engine.max_model_len):
@@ -267,7 +267,7 @@ class Postprocessing(Model):
         yield ModelResponse([Tensor("OUTPUT", BYTES, (len(texts),), texts), *self._scores(call)])
 
     def _scores(self, call: ModelCall) -> list[Tensor]:
-        """The given scores unmodified, and zeros for the others."""
+        """The score inputs, unmodified; zeros for absent score inputs."""
         return [
             replace(call.inputs[name], name=f"OUT_{name}")
             if name in call.inputs
@@ -282,7 +282,7 @@ def _log_ignored_lookahead() -> None:
 
 
 def split_words(name: str, tensor: Sequence[Any] | None, vocab_size: int) -> list[list[int]]:
-    """Split a flattened pair of rows, concatenated token ids and the offsets at which the words end, into words.
+    """Split a word list tensor (flattened rows: concatenated token ids, end offset of each word) into words.
 
     Raises ``PenstockError`` (``invalid``) for invalid offsets, and for token ids outside the vocabulary.
     """
@@ -290,12 +290,13 @@ def split_words(name: str, tensor: Sequence[Any] | None, vocab_size: int) -> lis
         return []
     ids, ends = tensor[: len(tensor) // 2], [end for end in tensor[len(tensor) // 2 :] if end != PADDING]
     if any(not begin < end <= len(ids) for begin, end in itertools.pairwise([0, *ends])):
-        raise invalid(name, "the second row must be the increasing offsets at which words end")
+        message = f"the second row must be increasing end offsets of words, at most {len(ids)}, is {ends[:10]}"
+        raise invalid(name, message)
     words = [list(ids[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
     check_ids(name, itertools.chain.from_iterable(words), vocab_size)
     return words
 
 
 def default_end_id(service: ServedModel) -> int:
-    """The first EOS token of the model."""
+    """Id of the model's first EOS token."""
     return service.gateway.input_processor.eos_token_ids[0]

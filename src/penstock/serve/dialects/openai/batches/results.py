@@ -25,7 +25,7 @@ BEGINNING = f'{{"id":"{PREFIX}'.encode()
 """First bytes of every line of an output file."""
 
 RETRIED_STATUSES = (408, 429, 500, 503, 504)
-"""HTTP statuses of results that a later run retries; the last result of a line counts."""
+"""HTTP statuses of failed results that a later run retries. If a line has several results, the last one counts."""
 
 _line = msgspec.json.Decoder(BatchLine).decode
 _result = msgspec.json.Decoder(BatchResult).decode
@@ -33,7 +33,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def requests(path: Path) -> Iterator[BatchLine | BatchError]:
-    """The non-blank lines of an input file; an error for each that is not a request, or repeats a custom_id."""
+    """Yield the requests of an input file, or an error for a line that is not a request or repeats a ``custom_id``."""
     seen: dict[str, int] = {}
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
@@ -54,12 +54,12 @@ def requests(path: Path) -> Iterator[BatchLine | BatchError]:
 
 
 class Results:
-    """The output file, as a context manager that locks it and reads existing results.
+    """The output file of a batch, as a context manager that locks the file and reads existing results.
 
-    Results are appended and flushed one by one. An incomplete last line, left by a killed process, is dropped.
+    Results are appended and flushed one by one. An incomplete last line (of a killed process) is removed.
 
     Args:
-        private: make the file readable by the server's user only.
+        private: make a new file readable only by the user that runs the server.
 
     Raises ``PenstockError`` (``invalid``) if the file cannot be written, is locked, or has other contents.
     """
@@ -68,9 +68,9 @@ class Results:
         self._path = path
         self._private = private
         self._succeeded: dict[str, bool] = {}
-        """custom_id → True if its result is successful."""
+        """custom_id → True if the result of the request is successful."""
         self._errors: set[int] = set()
-        """Numbers of the invalid lines that have a result."""
+        """Numbers of invalid input lines that have a result."""
 
     def __enter__(self) -> Self:
         if self._path.exists() and not self._path.is_file():
@@ -86,7 +86,8 @@ class Results:
             self._read_existing()
         except BlockingIOError as error:
             self._file.close()
-            raise invalid("output_file", f"{self._path} is being written by another run") from error
+            message = f"{self._path} is being written by another run; wait until that run has ended"
+            raise invalid("output_file", message) from error
         except BaseException:
             self._file.close()
             raise
@@ -94,7 +95,7 @@ class Results:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Close the file at the end of a ``with`` block; ``__enter__`` was called before."""
+        """Close the file at the end of a ``with`` block. Call ``__enter__`` before."""
         with ExitStack() as stack:
             stack.push(self)
             yield
@@ -102,11 +103,11 @@ class Results:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # the error was reported by `add`
+        with suppress(OSError):  # `add` has reported the error
             self._file.close()
 
     def find(self, line: BatchLine | BatchError) -> bool | None:
-        """True or False for a line with a successful or failed result; None if it has no result."""
+        """True if the result of a line is successful, False if it is an error, None if the line has no result."""
         if isinstance(line, BatchLine):
             return self._succeeded.get(line.custom_id)
         return False if line.line in self._errors else None
@@ -126,7 +127,8 @@ class Results:
         for number, text in enumerate(self._file, 1):
             if not text.endswith(b"\n"):
                 if not BEGINNING.startswith(text[: len(BEGINNING)]):
-                    raise invalid("output_file", f"{self._path} is not a file of batch results")
+                    message = f"{self._path} is not a file of batch results: line {number} does not begin with"
+                    raise invalid("output_file", f"{message} {BEGINNING.decode()}; choose another file")
                 self._file.truncate(complete_bytes)
                 break
             try:
@@ -147,7 +149,7 @@ class Results:
 
 
 def open_private(path: Path, mode: str) -> BinaryIO:
-    """Open a file for writing; a new file is readable by this user only."""
+    """Open a file for writing. A new file is readable only by the user of this process."""
     return cast(BinaryIO, open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600)))
 
 
@@ -158,22 +160,22 @@ class BatchState:
     left: int
     """Lines without a result."""
     skipped: int
-    """Lines that already have a result, including failed ones."""
+    """Lines that already have a result, including failed results."""
     failed: int
-    """Skipped lines whose result is an error."""
+    """Skipped lines with a failed result."""
 
 
 def survey(lines: Iterable[BatchLine | BatchError], results: Results) -> BatchState:
-    """Count the lines by their results."""
+    """Count the lines without a result, with a result, and with a failed result."""
     counts = Counter(map(results.find, lines))
     return BatchState(left=counts[None], skipped=counts[True] + counts[False], failed=counts[False])
 
 
 def check_input(path: Path) -> None:
-    """Raise ``PenstockError`` (``invalid``) unless the path is a readable regular file, which can be read twice."""
+    """Raise ``PenstockError`` (``invalid``) unless the path is a regular file (so that it can be read twice)."""
     try:
         path.open("rb").close()
     except OSError as error:
         raise invalid("input_file", f"{path} cannot be read: {error.strerror}") from error
     if not path.is_file():
-        raise invalid("input_file", f"{path} must be a regular file: it is read twice")
+        raise invalid("input_file", f"{path} is not a regular file and cannot be read twice; copy it to a regular file")

@@ -1,4 +1,4 @@
-"""``/v1/files`` and ``/v1/batches``."""
+"""OpenAI's files and batches API: ``/v1/files`` and ``/v1/batches``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.serve.models.served_models import ServedModels
 from ..schema import ErrorResponse, Metadata
 from .worker import OPEN
 
-if TYPE_CHECKING:  # their imports are optional dependencies
+if TYPE_CHECKING:  # these modules import optional dependencies
     from penstock.serve.storage.batches import BatchStore, Document
     from penstock.serve.storage.files import FileStore, StoredFile
 
@@ -40,25 +40,25 @@ READ_SIZE = 2**20
 
 
 class ExpiresAfter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """When a file expires."""
+    """Expiry of a file: ``seconds`` after its creation."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, msgspec.Meta(ge=3600, le=30 * DAY)]
 
 
 class BatchRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """A batch of requests, which are the lines of a file."""
+    """Request to create a batch. Each line of the input file is one request."""
 
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
-    """When the files of results expire; at most ``storage_retention``."""
+    """Expiry of the output and error files; at most ``storage_retention`` after creation."""
 
 
 class FileRoutes:
-    """The endpoints of files."""
+    """Endpoints to upload, list, retrieve and delete files."""
 
     def __init__(self, files: FileStore, max_size: int, timeout: float) -> None:
         self._files = files
@@ -96,7 +96,7 @@ class FileRoutes:
 
 
 class BatchRoutes:
-    """The endpoints of batches."""
+    """Endpoints to create, list, retrieve and cancel batches."""
 
     def __init__(self, api: DialectRoutes, files: FileStore, batches: BatchStore, worker: BatchWorker) -> None:
         self._api = api
@@ -109,7 +109,7 @@ class BatchRoutes:
         tenant, now = tenant_of(raw_request), int(time.time())
         file = await self._files.get(tenant, request.input_file_id, "input_file_id")
         if file.purpose != "batch":
-            raise invalid("input_file_id", f"has the purpose {file.purpose}; input files must have the purpose batch")
+            raise invalid("input_file_id", f"has the purpose {file.purpose!r}; upload it with the purpose batch")
         times = dict.fromkeys(
             f"{event}_at" for event in "in_progress finalizing completed failed expired cancelling cancelled".split()
         )
@@ -145,7 +145,7 @@ class BatchRoutes:
         name = raw_request.path_params["name"]
         batch = await self._batches.get(tenant_of(raw_request), name)
         if batch["status"] not in OPEN:
-            raise invalid("batch_id", f"the batch is {batch['status']} and can no longer be cancelled")
+            raise invalid("batch_id", f"{name!r} has the status {batch['status']} and can no longer be cancelled")
 
         def change(batch: Document) -> Document:
             return {**batch, "status": "cancelling", "cancelling_at": batch["cancelling_at"] or int(time.time())}
@@ -156,7 +156,7 @@ class BatchRoutes:
 
 
 class Batches(NamedTuple):
-    """Stores and worker of batches."""
+    """The stores of files and batches, and the worker that processes batches."""
 
     files: FileStore
     max_size: int
@@ -183,7 +183,7 @@ def add_routes(routes: Routes, served_models: ServedModels, services: Batches) -
 
 
 def _lifetime(form: FormData) -> int | None:
-    """The seconds in a form's ``expires_after``, if given. Raises ``PenstockError`` (``invalid``)."""
+    """The form field ``expires_after`` in seconds; None if absent. Raises ``PenstockError`` (``invalid``)."""
     given = {name: form.get(f"expires_after[{name}]") for name in ("anchor", "seconds")}
     if set(given.values()) == {None}:
         return None

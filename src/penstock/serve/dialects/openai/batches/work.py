@@ -1,4 +1,4 @@
-"""Processes the lines of a batch concurrently, with retries."""
+"""Concurrent processing of the lines of a batch, with retries."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from penstock.serve.http.unknown_fields import UnknownFieldLog, UnknownFields
 from penstock.serve.models.served_models import ServedModel
 
 TRIES = 3
-"""Number of engine crashes after which a request is not retried, as it may have caused them."""
+"""Number of engine crashes after which a request is not retried, as the request may have caused the crashes."""
 
 RETRY_INTERVAL = 1.0
-"""Seconds until a line is retried that was refused because too many requests were open."""
+"""Maximum time in seconds until a line is retried that was refused because too many requests were open."""
 LOAD_INTERVAL = 0.5
 """Seconds between checks for a model that is being loaded."""
 
@@ -31,11 +31,11 @@ Record = Callable[[str | None, BatchResponse | None, BatchError | None], None]
 
 
 class Work:
-    """Runs the requests of a batch file.
+    """One run over the requests of a batch file.
 
     Args:
-        find: returns the model of a line. Raises ``PenstockError`` if it is not served.
-        watch: done when the engine has stopped for good.
+        find: returns the model of a line. Raises ``PenstockError`` if the model is not served.
+        watch: done when the engine has stopped and will not be restarted.
         record: called with the custom_id, response and error of each line when it has been processed.
         tenant: tenant of the requests (``RequestRecord.tenant``).
         patient: retry lines that are refused as overloaded, or while the engine sleeps; for a shared engine.
@@ -58,14 +58,14 @@ class Work:
         self._once = UnknownFieldLog()
         self._one_ended = asyncio.Condition()
         self.answered = self.failed = 0
-        """Number of lines with a successful result, and with an error."""
+        """Number of lines with a successful result (``answered``), and with an error (``failed``)."""
         self.tokens = 0
         """Number of tokens generated."""
         self.stopped = False
-        """True if lines are left because the engine is gone."""
+        """True if lines were not processed because the engine has stopped."""
 
     async def run(self, lines: Iterator[BatchLine | BatchError], at_once: int) -> None:
-        """Process lines, ``at_once`` at a time, until none is left or the engine is gone."""
+        """Process all lines, ``at_once`` at a time. Ends early if the engine has stopped (``watch``)."""
         workers = [asyncio.create_task(self._work(lines)) for _ in range(at_once)]
         try:
             await asyncio.gather(*workers)
@@ -93,7 +93,7 @@ class Work:
             self._record(line.custom_id, response, None)
 
     async def _respond(self, line: BatchLine) -> BatchResponse | None:
-        """The result of a line; None if the engine is gone."""
+        """Process a line, with retries; returns None if the engine has stopped."""
         request_id, crashes = uuid4().hex, 0
         while True:
             record = RequestRecord(request_id, tenant=self._tenant)
@@ -130,10 +130,10 @@ class Work:
                 self._open -= 1
 
     async def _rest(self, alone: bool) -> None:
-        """Wait until another line has finished, at most ``RETRY_INTERVAL``.
+        """Wait until another line has finished, for at most ``RETRY_INTERVAL``.
 
         Args:
-            alone: no other line is open: wait for ``RETRY_INTERVAL``.
+            alone: no other line is being processed; wait for the full ``RETRY_INTERVAL``.
         """
         if alone:
             await asyncio.sleep(RETRY_INTERVAL)
@@ -144,7 +144,7 @@ class Work:
                     await self._one_ended.wait()
 
     async def _served(self, line: BatchLine) -> ServedModel:
-        """Wait until the model of a line is loaded. Raises ``PenstockError`` if it is not served."""
+        """Wait until the model of a line is loaded. Raises ``PenstockError`` if the model is not served."""
         while True:
             try:
                 return self._find(line)
@@ -154,7 +154,7 @@ class Work:
             await asyncio.sleep(LOAD_INTERVAL)
 
     async def _engine_restarted(self, service: ServedModel) -> bool:
-        """Wait for the engine's restart; returns False if the engine is gone."""
+        """Wait until the engine is ready; returns False if it has stopped (``watch``)."""
         ready = asyncio.ensure_future(service.gateway.engine_pool.ready())
         waited: set[asyncio.Future[Any]] = {ready, self._watch}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -163,7 +163,7 @@ class Work:
 
 
 def _engines(service: ServedModel) -> set[int]:
-    """Process ids of the running engines, which change when an engine crashes."""
+    """Process ids of the running engines. The set changes when an engine crashes and is restarted."""
     return {report.pid for report in service.gateway.engine_pool.reports}
 
 

@@ -1,4 +1,4 @@
-"""Processes the batches of ``/v1/batches``, one at a time in each API process."""
+"""Worker that processes the batches of ``/v1/batches``, one at a time in each API process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.serve.models.served_models import ServedModel, ServedModels
 from .results import BatchState, Results, open_private, requests, survey
 from .work import Work
 
-if TYPE_CHECKING:  # their imports are optional dependencies
+if TYPE_CHECKING:  # these modules import optional dependencies
     from penstock.serve.storage.batches import BatchStore, Document
     from penstock.serve.storage.files import FileStore
 
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 """Statuses of batches that are not finished."""
 POLL_INTERVAL = 2.0
-"""Seconds between checks for batches that other processes have added, cancelled or abandoned."""
+"""Seconds between checks for batches that other API processes have added, cancelled or abandoned."""
 MAX_ERRORS = 100
-"""Maximum number of invalid lines that a failed batch lists."""
+"""Maximum number of invalid lines that are listed in the errors of a failed batch."""
 MAX_LINES = 50_000
 """Maximum number of requests in a batch."""
 
@@ -46,10 +46,10 @@ _model = msgspec.json.Decoder(_Body).decode
 
 
 class BatchWorker:
-    """Processes batches.
+    """Worker that processes batches in one API process.
 
-    A batch belongs to the process that has locked its file of results. If that process is killed, another one finds the
-    file unlocked and continues with the lines that have no result.
+    A batch is processed by the process that has locked its results file. If that process is killed, another process
+    finds the file unlocked and continues with the lines that have no result.
 
     Args:
         at_once: maximum number of concurrent requests of a batch.
@@ -63,11 +63,11 @@ class BatchWorker:
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
-        """Check for batches now: one was added or cancelled."""
+        """Check for batches now. Called when a batch is added or cancelled."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Process batches until cancelled."""
+        """Process batches until this task is cancelled."""
         with contextlib.suppress(PenstockError):
             await self._files.sweep()
         while True:
@@ -75,18 +75,18 @@ class BatchWorker:
             try:
                 opened = await self._batches.open()
             except PenstockError as error:
-                logger.warning("cannot read the batches, will retry: %s", error)
+                logger.warning("cannot read the stored batches, will retry in %g s: %s", POLL_INTERVAL, error)
                 opened = []
             for owner, name in _by_turns(opened):
                 try:
                     await self._process(owner, name)
                 except PenstockError as error:
-                    logger.warning("batch %s is interrupted, will retry: %s", name, error)
+                    logger.warning("batch %s is interrupted and will be retried: %s", name, error)
                 except Exception as error:
                     if failure := exhausted(error):
-                        logger.warning("batch %s is interrupted, will retry: %s", name, failure.message)
+                        logger.warning("batch %s is interrupted and will be retried: %s", name, failure.message)
                         continue
-                    logger.exception("batch %s failed", name)
+                    logger.exception("batch %s failed with an unexpected exception", name)
                     with contextlib.suppress(PenstockError):
                         await self._fail(name, [_problem("internal_error", "internal error; see the server's log")])
             with contextlib.suppress(TimeoutError):
@@ -94,12 +94,12 @@ class BatchWorker:
                     await self._wake.wait()
 
     async def _process(self, owner: str, name: str) -> None:
-        """Process a batch, unless another process does."""
+        """Process a batch, unless another process is processing it."""
         path = self._files.path(f"{name}.partial")
         results = Results(path, private=True)
         try:
             await asyncio.to_thread(results.__enter__)
-        except PenstockError:  # locked by another process
+        except PenstockError:  # another process has locked the results file
             return
         with results.entered():
             current = await self._batches.change(name, lambda batch: batch)
@@ -119,21 +119,21 @@ class BatchWorker:
             max_size = self._served_models.max_body_size
             errors, total = await asyncio.to_thread(_check, source, document["endpoint"], max_size)
             if errors or not total:
-                await self._fail(name, errors or [_problem("empty_file", "the file has no requests")])
+                await self._fail(name, errors or [_problem("empty_file", "the input file has no requests")])
                 return
             counts = {"total": total, "completed": 0, "failed": 0}
             await self._set(name, "in_progress", request_counts=counts)
         state = await asyncio.to_thread(lambda: survey(requests(source), results))
         status = await self._answer(owner, document, source, results, state)
         if status is None:
-            return  # the engine is gone; this or another process continues the batch later
+            return  # the engine has stopped; this or another process continues the batch later
         await self._set(name, "finalizing")
         await self._finish(owner, document, path, status)
 
     async def _answer(
         self, owner: str, document: Document, source: Path, results: Results, state: BatchState
     ) -> str | None:
-        """Process the lines without a result; returns the final status of the batch, or None if it is not finished."""
+        """Process the lines without a result; returns the final status of the batch, or None if lines remain."""
         name = document["id"]
         done = {"completed": state.skipped - state.failed, "failed": state.failed}
 
@@ -167,7 +167,7 @@ class BatchWorker:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _finish(self, owner: str, document: Document, path: Path, status: str) -> None:
-        """Write the files of results and errors, and set the final status of the batch."""
+        """Write the output file and the error file, and set the final status of the batch."""
         name, expires = document["id"], document.get("output_expires_after") or {}
         outputs, errors = self._files.path(f"file-{name}-output"), self._files.path(f"file-{name}-errors")
         sizes = await asyncio.to_thread(_split, path, outputs, errors)
@@ -184,12 +184,12 @@ class BatchWorker:
     def _find(self, line: BatchLine) -> ServedModel:
         try:
             model = _model(line.body).model
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # the handler reports it
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # the handler reports the error
             model = None
         return self._served_models.find(model)
 
     async def _set(self, name: str, status: str, **fields: Any) -> None:
-        """Change a batch's status and fields; the status ``cancelling`` remains until the batch ends."""
+        """Change the status and other fields of a batch. The status ``cancelling`` is kept until the batch ends."""
 
         def change(batch: Document) -> Document:
             keeps = batch["status"] == "cancelling" and status in ("in_progress", "finalizing")
@@ -207,7 +207,7 @@ class BatchWorker:
 
 
 def _by_turns(batches: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Order batches round robin over owners, each owner's oldest first."""
+    """Order batches round robin over owners, the oldest batch of each owner first."""
     by_owner: dict[str, list[tuple[str, str]]] = {}
     for batch in batches:
         by_owner.setdefault(batch[0], []).append(batch)
@@ -216,19 +216,21 @@ def _by_turns(batches: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _check(path: Path, endpoint: str, max_size: int) -> tuple[list[dict[str, Any]], int]:
-    """Validate a file of requests; returns the errors and the number of lines."""
+    """Validate an input file; returns the errors and the number of requests. Stops at too many errors or requests."""
     errors, total = [], 0
     for line in requests(path):
         total += 1
         if isinstance(line, BatchError):
             errors.append(_problem(line.code, line.message, line.line))
         elif len(bytes(line.body)) > max_size:
-            errors.append(_problem("line_too_long", f"{line.custom_id!r} has more than {max_size} bytes"))
+            message = f"{line.custom_id!r} has {len(bytes(line.body))} bytes; the maximum is {max_size}"
+            errors.append(_problem("line_too_long", message))
         elif line.url != endpoint:
-            message = f"{line.custom_id!r} has the url {line.url[:80]}, the batch has the endpoint {endpoint}"
+            message = f"{line.custom_id!r} has the url {line.url[:80]!r}; must be the batch's endpoint {endpoint}"
             errors.append(_problem("mismatched_endpoint", message))
         if total > MAX_LINES:
-            errors.append(_problem("too_many_requests", f"the file has more than {MAX_LINES} requests"))
+            message = f"the file has more than {MAX_LINES} requests; split it into several batches"
+            errors.append(_problem("too_many_requests", message))
         if len(errors) >= MAX_ERRORS or total > MAX_LINES:
             break
     return errors, total
@@ -239,8 +241,8 @@ def _problem(code: str, message: str, line: int | None = None) -> dict[str, Any]
 
 
 def _split(path: Path, outputs: Path, errors: Path) -> tuple[int, int]:
-    """Split a file of results into successful results and errors; returns the sizes in bytes. If a line has several
-    results, the last one counts."""
+    """Split a results file into an output file and an error file; returns the sizes of both in bytes. An empty file is
+    deleted. If a request has several results, the last one counts."""
     decode = msgspec.json.Decoder(_Result).decode
     last: dict[str, int] = {}
     with path.open("rb") as file:
