@@ -79,7 +79,7 @@ def run_inline(coroutine: Coroutine[Any, Any, T]) -> T:
     except StopIteration as done:
         result: T = done.value
         return result
-    raise RuntimeError(f"{coroutine.__qualname__} has suspended, but runs without an event loop")
+    raise RuntimeError(f"the coroutine {coroutine!r} has suspended, but runs without an event loop")
 
 
 class ChatRenderer:

@@ -229,7 +229,7 @@ class LLM(PoolingLLM):
         if len(before) != len(after):
             message = f"has {len(after)} items for {len(before)} prompts: give one per prompt"
             raise invalid("continuations", message, len(before))
-        starts, wholes = [], []
+        starts, wholes = list[int](), list[list[int]]()
         for prompt, continuation in zip(before, after, strict=True):
             start, rest = (
                 self._input_processor.encode(prompt),
