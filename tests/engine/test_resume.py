@@ -38,7 +38,10 @@ def draw(rng: Random) -> list[EngineRequest]:
 def begin(
     engine: Engine, requests: list[EngineRequest], share: float
 ) -> tuple[dict[str, dict[int, list[Any]]], list[EngineRequest]]:
-    """Run requests until about ``share`` of their tokens are generated. Returns the output so far, and the unfinished requests as another engine resumes them."""
+    """Run requests until about ``share`` of their tokens are generated.
+
+    Returns the output so far, and the unfinished requests as another engine resumes them.
+    """
     outputs: dict[str, dict[int, list[Any]]] = {request.request_id: {} for request in requests}
     finished: dict[str, set[int]] = {request.request_id: set() for request in requests}
     for request in requests:
