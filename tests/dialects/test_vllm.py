@@ -166,9 +166,12 @@ def test_disconnect_cancels_request(served: Served) -> None:
     served.find("POST /generate.*error=cancelled", after=before)
 
 
-def test_stream_of_dead_engine_ends_with_error_object(served: Served) -> None:
+def test_stream_of_dead_engine_ends_with_error_object_without_resume() -> None:
     body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{served.root}/generate", json=body, timeout=60) as stream:
+    with (
+        Served("--num-gpu-blocks-override", "60", "--no-resume") as served,
+        httpx.stream("POST", f"{served.root}/generate", json=body, timeout=60) as stream,
+    ):
         chunks = stream.iter_raw()
         first = next(chunks)
         os.kill(served.pids["engine"][0], signal.SIGKILL)
