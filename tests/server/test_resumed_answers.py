@@ -27,9 +27,8 @@ from penstock import demo
 COUNT = int(os.environ.get("PENSTOCK_RESUMED_ANSWERS", "90"))
 """Number of requests per server."""
 THOROUGH = COUNT > 200
-MIN_GAP = 13.0 if THOROUGH else 0.0
-"""Minimum seconds between two kills. The oldest engine is killed: three deaths of one engine in a minute would end the
-server."""
+MIN_GAP = 26.0 if THOROUGH else 0.0
+"""Minimum seconds between two kills of one engine: three deaths in a minute would end the server."""
 MAX_KILLS = 10_000 if THOROUGH else 2
 CONCURRENCY = 12
 TIMEOUT = 300.0
@@ -147,7 +146,8 @@ def common_features(rng: Random, drawn: Sampling) -> list[dict[str, Any]]:
 
 
 def draw_completion(rng: Random, drawn: Sampling, stream: bool) -> tuple[str, dict[str, Any]]:
-    features = common_features(rng, drawn) + [
+    features = [
+        *common_features(rng, drawn),
         {"logprobs": 3},
         {"logprobs": 2, "n": 2},
         {"prompt_logprobs": 2},
@@ -164,7 +164,8 @@ def draw_completion(rng: Random, drawn: Sampling, stream: bool) -> tuple[str, di
 
 
 def draw_chat(rng: Random, drawn: Sampling, stream: bool) -> tuple[str, dict[str, Any]]:
-    features = common_features(rng, drawn) + [
+    features = [
+        *common_features(rng, drawn),
         {"logprobs": True, "top_logprobs": 3, "n": 2},
         {"prompt_logprobs": 1},
         {"response_format": {"type": "json_schema", "json_schema": NAMED_SCHEMA}, "max_tokens": 80},
@@ -388,7 +389,10 @@ class Asker:
     async def _infer(self, client: triton.InferenceServerClient, request: Request) -> Any:
         body = request.body
         inputs = text_inputs(body["text_input"], body["max_tokens"])
-        inputs += [tensor("stream", [[body["stream"]]], bool), tensor("temperature", [[body["temperature"]]], np.float32)]
+        inputs += [
+            tensor("stream", [[body["stream"]]], bool),
+            tensor("temperature", [[body["temperature"]]], np.float32),
+        ]
         if "random_seed" in body:
             inputs.append(tensor("random_seed", [[body["random_seed"]]], np.uint64))
         if "repetition_penalty" in body:
@@ -408,15 +412,14 @@ class Asker:
         return {("text_output",): text.decode()}
 
 
-async def kill_engines(served: Served, asker: Asker, rng: Random) -> int:
-    """Kill the oldest engine after random numbers of received parts, until the task is cancelled. Returns the number of
-    kills once there were ``MAX_KILLS``."""
+async def kill_engines(served: Served, asker: Asker, rng: Random, replicas: int) -> None:
+    """Kill the oldest engine after random numbers of received parts, ``MAX_KILLS`` times or until the task is
+    cancelled."""
     for _ in range(MAX_KILLS):
-        threshold, earliest = asker.received + rng.randint(30, 300), time.monotonic() + MIN_GAP
+        threshold, earliest = asker.received + rng.randint(30, 300), time.monotonic() + MIN_GAP / replicas
         while asker.received < threshold or time.monotonic() < earliest:
             await asyncio.sleep(rng.uniform(0.0, 0.1))
         os.kill(served.pids["engine"][0], signal.SIGKILL)
-    return MAX_KILLS
 
 
 @pytest.fixture(scope="module")
@@ -437,7 +440,7 @@ def test_answers_equal_undisturbed_ones_while_engines_are_killed(flags: tuple[st
 
     async def disturbed(served: Served) -> tuple[list[Any], float]:
         asker = Asker(served, address(served))
-        killing = asyncio.create_task(kill_engines(served, asker, rng))
+        killing = asyncio.create_task(kill_engines(served, asker, rng, replicas))
         answers = await asker.ask_all(requests)
         assert THOROUGH or killing.done(), "all requests ended before the last kill"
         killing.cancel()
@@ -452,9 +455,10 @@ def test_answers_equal_undisturbed_ones_while_engines_are_killed(flags: tuple[st
         if request.repeatable:
             assert answer == right, request
         else:
-            assert fields_of(answer) == fields_of(right), request
+            assert answer and not errors_of(answer), request
 
 
-def fields_of(answer: Any) -> set[Any]:
-    """Return the paths of an answer's fields."""
-    return {field for event in (answer if isinstance(answer, list) else [answer]) for field in event}
+def errors_of(answer: Any) -> list[Any]:
+    """Return the values of an answer's fields whose names contain ``error``."""
+    events = answer if isinstance(answer, list) else [answer]
+    return [value for event in events for path, value in event.items() if value and "error" in str(path)]
