@@ -4,7 +4,8 @@ docs/reliability.md).
 python benchmarks/reliability.py        # about five minutes on two cores
 
 Runs the scenarios of tests/support/storm.py with more requests. Every request is greedy; an answer is right if it
-equals the known answer byte for byte. After each scenario no request may be running or waiting, and no KV block in use.
+equals the known answer byte for byte. The longest pause is that between two events of a stream with a right answer.
+After each scenario no request may be running or waiting, and no KV block in use.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def main() -> None:
     parser.parse_args()
     asked = storm.questions()
     lines = [
-        f"| scenario | sent | {' | '.join(COLUMNS)} |",
-        f"|---|---:|{'---:|' * len(COLUMNS)}",
+        f"| scenario | sent | {' | '.join(COLUMNS)} | longest pause, s |",
+        f"|---|---:|{'---:|' * (len(COLUMNS) + 1)}",
     ]
     total = dict.fromkeys(COLUMNS, 0)
     for name, scenario in tqdm(SCENARIOS.items(), desc="scenarios", unit="scenario"):
         tally = storm.run(scenario(asked), limit=600)
-        lines.append(row(name, tally.counts))
+        lines.append(row(name, tally.counts, f"{tally.longest_pause:.2f}"))
         for outcome in COLUMNS:
             total[outcome] += tally.counts[outcome]
         print(lines[-1], file=sys.stderr)
@@ -61,8 +62,9 @@ def main() -> None:
     print("\n".join(lines))
 
 
-def row(name: str, counts: dict[Outcome, int]) -> str:
-    return f"| {name} | {sum(counts.values())} | {' | '.join(str(counts[outcome]) for outcome in COLUMNS)} |"
+def row(name: str, counts: dict[Outcome, int], pause: str = "") -> str:
+    cells = [str(sum(counts.values())), *(str(counts[outcome]) for outcome in COLUMNS), pause]
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ Scenario = Callable[[Deployment, Right], Awaitable[FaultResult]]
 COLUMNS = (Outcome.RIGHT, Outcome.ERROR, Outcome.BROKEN, Outcome.WRONG, Outcome.LOST)
 LONG_STOP = ENGINE_TIMEOUT + 9
 """Duration of a long SIGSTOP in seconds; ZeroMQ detects a stopped process after 8 s."""
+MAY_FAIL = (" router,", "of a router", "--kv-load-failure fail")
+"""Parts of the names of scenarios in which requests may fail."""
 TIGHT = ("--max-model-len", "512", "--num-gpu-blocks-override", "10")
 
 
@@ -144,23 +146,27 @@ async def cut_connections(deployment: Deployment, right: Right) -> FaultResult:
     return await pd_storm.run_with_fault(deployment, right, first(deployment, "prefill"), fault, heal, 10)
 
 
-async def replaced(deployment: Deployment, right: Right) -> FaultResult:
-    """Restart every instance and router with SIGTERM, one after the other."""
+def replaced(*roles: str) -> Scenario:
+    """Restart every server with these roles with SIGTERM, one after the other."""
 
-    async def replace_all() -> None:
-        for one in [*deployment.instances, *deployment.routers]:
-            await in_thread(one.replace)
-            await deployment.ready()
+    async def scenario(deployment: Deployment, right: Right) -> FaultResult:
+        async def replace_all() -> None:
+            for one in [*deployment.instances, *deployment.routers]:
+                if one.role in roles:
+                    await in_thread(one.replace)
+                    await deployment.ready()
 
-    replacing: list[asyncio.Task[None]] = []
+        replacing: list[asyncio.Task[None]] = []
 
-    async def fault() -> None:
-        replacing.append(asyncio.create_task(replace_all()))
+        async def fault() -> None:
+            replacing.append(asyncio.create_task(replace_all()))
 
-    async def heal() -> None:
-        await replacing[0]
+        async def heal() -> None:
+            await replacing[0]
 
-    return await pd_storm.run_with_fault(deployment, right, None, fault, heal)
+        return await pd_storm.run_with_fault(deployment, right, None, fault, heal)
+
+    return scenario
 
 
 async def nothing() -> None:
@@ -185,7 +191,8 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Scenario]]] = {
             "SIGSTOP of a prefill engine, 6 s": stopped("prefill", 2 * KV_TIMEOUT),
             "SIGSTOP of a prefill engine, 15 s": stopped("prefill", LONG_STOP),
             "SIGSTOP of a decode engine, 15 s": stopped("decode", LONG_STOP),
-            "rolling restart with SIGTERM": replaced,
+            "SIGTERM of every instance, one after the other": replaced("prefill", "decode"),
+            "SIGTERM of every router, one after the other": replaced("router"),
         },
     ),
     "hosts": (
@@ -217,12 +224,13 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Scenario]]] = {
 }
 
 
-async def run(only: str) -> list[str]:
+async def run(only: str) -> tuple[list[str], list[str]]:
+    """Run the scenarios. Returns the lines of the table, and the names of scenarios with unexpected failures."""
     lines = [
-        f"| fault | sent | {' | '.join(COLUMNS)} | answers after, s | repaired after, s |",
-        f"|---|---:|{'---:|' * (len(COLUMNS) + 2)}",
+        f"| fault | sent | {' | '.join(COLUMNS)} | answers after, s | repaired after, s | longest pause, s |",
+        f"|---|---:|{'---:|' * (len(COLUMNS) + 3)}",
     ]
-    total = dict.fromkeys(COLUMNS, 0)
+    total, failed = dict.fromkeys(COLUMNS, 0), []
     with Served(*pd_storm.SERVER_OPTIONS) as single:
         right = await pd_storm.right_answers(single.root, pd_storm.questions(60))
     count = sum(only in name for _, scenarios in SETUPS.values() for name in scenarios)
@@ -238,7 +246,9 @@ async def run(only: str) -> list[str]:
                 lines.append(line_of(name, row.counts, row))
                 for outcome in COLUMNS:
                     total[outcome] += row.counts[outcome]
-    return [*lines, line_of("**all**", total)]
+                if row.counts[Outcome.RIGHT] < len(row.replies) and not any(part in name for part in MAY_FAIL):
+                    failed.append(name)
+    return [*lines, line_of("**all**", total)], failed
 
 
 async def rows(
@@ -267,13 +277,17 @@ def line_of(name: str, counts: dict[Outcome, int], row: FaultResult | None = Non
     cells = [str(sum(counts.values())), *(str(counts[outcome]) for outcome in COLUMNS)]
     cells.append(f"{row.answered:.2f}" if row else "")
     cells.append(f"{row.repaired:.1f}" if row and row.repaired is not None else "")
+    cells.append(f"{row.longest_pause:.2f}" if row else "")
     return f"| {name} | {' | '.join(cells)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run only rows whose name contains this text")
-    print("\n".join(asyncio.run(run(parser.parse_args().only))))
+    lines, failed = asyncio.run(run(parser.parse_args().only))
+    print("\n".join(lines))
+    if failed:
+        sys.exit(f"not all requests were answered right in: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -346,7 +346,8 @@ def test_stream_events_follow_documented_order(served: Served) -> None:
 @pytest.mark.slow
 @pytest.mark.row("anthropic", '{"type": "error", "error": {"type", "message"}}')
 def test_full_queue_and_dead_engine_are_reported_as_errors() -> None:
-    with Served("--num-gpu-blocks-override", "40", "--max-num-seqs", "1", "--max-waiting", "0") as served:
+    flags = ("--num-gpu-blocks-override", "40", "--max-num-seqs", "1", "--max-waiting", "0", "--no-resume")
+    with Served(*flags) as served:
         client = anthropic.Anthropic(base_url=served.root, api_key="none", max_retries=0)
         endless = BODY | {"max_tokens": 1500, "messages": [{"role": "user", "content": "Tell me a long story."}]}
         with client.messages.stream(**endless, extra_body={"stop_sequences": None, "ignore_eos": True}) as stream:

@@ -201,9 +201,12 @@ def test_openai_client_gets_openai_answers(served: Served) -> None:
         client.completions.create(model="default", prompt=PROMPT, extra_body={"stream": "perhaps"})
 
 
-def test_stream_reports_dead_engine(served: Served) -> None:
+def test_stream_reports_dead_engine_without_resume() -> None:
     body = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": "true", "stream": "true"}
-    with httpx.stream("POST", f"{served.url}/completions", json=body, headers=BARE, timeout=60) as stream:
+    with (
+        Served("--num-gpu-blocks-override", "60", "--api-key", TOKEN, "--no-resume") as served,
+        httpx.stream("POST", f"{served.url}/completions", json=body, headers=BARE, timeout=60) as stream,
+    ):
         lines = stream.iter_lines()
         next(lines)
         os.kill(served.pids["engine"][0], signal.SIGKILL)

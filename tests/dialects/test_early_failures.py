@@ -149,7 +149,8 @@ def test_early_failures_have_error_format_of_profile(profile: str) -> None:
 @pytest.mark.slow
 def test_errors_after_engine_death_have_format_of_dialect() -> None:
     """``--max-body-size`` is not set: its default is computed from the engine's context length."""
-    with Served("--num-gpu-blocks-override", "200") as server, httpx.Client(base_url=server.root, timeout=60) as client:
+    flags = ("--num-gpu-blocks-override", "200", "--no-resume")
+    with Served(*flags) as server, httpx.Client(base_url=server.root, timeout=60) as client:
         good = {
             "paddlenlp": {"text": "a", "max_dec_len": 1},
             "tgi": {"inputs": "a", "parameters": {"max_new_tokens": 1}},

@@ -873,7 +873,7 @@ def test_allow_shared_memory_permits_shared_memory_on_any_address() -> None:
 
 @pytest.mark.slow
 def test_api_key_is_required_except_for_probes() -> None:
-    flags = ("--exclude-input-in-output", "--accumulate-tokens")
+    flags = ("--exclude-input-in-output", "--accumulate-tokens", "--no-resume")
     with Served("--num-gpu-blocks-override", "50", "--api-key", "secret", *flags, "--host", "0.0.0.0") as served:
         assert httpx.get(f"{served.root}/v2/health/live").status_code == 200
         assert httpx.get(f"{served.root}/v2/health/ready").status_code == 200

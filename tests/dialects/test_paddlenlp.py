@@ -300,7 +300,8 @@ def test_response_timeout_limits_whole_answer_but_not_stream(served: Served) -> 
 
 @pytest.mark.slow
 def test_full_queue_and_dead_engine_are_reported() -> None:
-    with Served("--num-gpu-blocks-override", "99", "--max-num-seqs", "1", "--max-waiting", "0") as small:
+    flags = ("--num-gpu-blocks-override", "99", "--max-num-seqs", "1", "--max-waiting", "0", "--no-resume")
+    with Served(*flags) as small:
         with Endless(small, req_id="first") as running:
             refused = ask(small, text="a", req_id="second")
             assert refused.json()["error_code"] == 429 and refused.headers["retry-after"]

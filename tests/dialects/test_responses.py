@@ -334,8 +334,8 @@ def test_refusal_in_history_equals_output_text(client: openai.OpenAI) -> None:
 
 @pytest.mark.slow
 @pytest.mark.row("responses", "errors")
-def test_dead_engine_ends_stream_with_error() -> None:
-    with Served("--num-gpu-blocks-override", "80") as served:
+def test_dead_engine_ends_stream_with_error_without_resume() -> None:
+    with Served("--num-gpu-blocks-override", "80", "--no-resume") as served:
         client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
         endless = {"model": "default", "input": CAPITAL, "ignore_eos": True, "stream": True}
         stream = client.responses.create(model="default", input=CAPITAL, stream=True, extra_body={"ignore_eos": True})

@@ -33,11 +33,14 @@ def shims(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def started(shims: Path, *flags: str) -> Served:
+    start = ("sh", str(shims / "llm_tools" / "PD_separate" / "start_servers.sh"))
+    return Served(*FLAGS.split(), *flags, command=start, environment={"USE_OPENAI": "0"})
+
+
 @pytest.fixture(scope="module")
 def served(shims: Path) -> Iterator[Served]:
-    start = ("sh", str(shims / "llm_tools" / "PD_separate" / "start_servers.sh"))
-    flags = [*FLAGS.split(), "--num-gpu-blocks-override=300", "--trust-remote-code"]
-    with Served(*flags, command=start, environment={"USE_OPENAI": "0"}) as served:
+    with started(shims, "--num-gpu-blocks-override=300", "--trust-remote-code") as served:
         yield served
 
 
@@ -166,9 +169,12 @@ def test_disconnect_cancels_request(served: Served) -> None:
     served.find("POST /generate.*error=cancelled", after=before)
 
 
-def test_stream_of_dead_engine_ends_with_error_object(served: Served) -> None:
+def test_stream_of_dead_engine_ends_with_error_object_without_resume(shims: Path) -> None:
     body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{served.root}/generate", json=body, timeout=60) as stream:
+    with (
+        started(shims, "--num-gpu-blocks-override=60", "--no-resume") as served,
+        httpx.stream("POST", f"{served.root}/generate", json=body, timeout=60) as stream,
+    ):
         chunks = stream.iter_raw()
         first = next(chunks)
         os.kill(served.pids["engine"][0], signal.SIGKILL)

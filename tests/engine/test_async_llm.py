@@ -130,9 +130,39 @@ def test_requests_beyond_max_waiting_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_killed_engine_fails_its_streams_and_is_restarted() -> None:
+def test_streams_of_killed_engine_continue_in_restarted_engine() -> None:
+    """The outputs are those of an undisturbed engine. A request that arrives during the restart waits."""
+    params = [LONG.replace(max_tokens=500), LONG.replace(temperature=1.0, seed=3, n=2, max_tokens=400, logprobs=2)]
+
     async def kill() -> None:
         async with started() as llm:
+            expected = [await last(llm.chat(STORY, one)) for one in params]
+            streams = [llm.chat(STORY, one) for one in params]
+            await asyncio.gather(*map(first, streams))
+            os.kill(llm.ready.pid, signal.SIGKILL)
+            *outputs, late = await asyncio.gather(
+                *map(last, streams), last(llm.chat(STORY, LONG.replace(max_tokens=5)))
+            )
+            for output, undisturbed in zip(outputs, expected, strict=True):
+                assert completions(output) == completions(undisturbed)
+                assert [resume.reason for resume in output.resumes] == ["engine_died"]
+            assert late.outputs[0].token_ids == expected[0].outputs[0].token_ids[:5]
+            assert (await llm.gateway.engine_pool.ready()).pid != llm.ready.pid
+
+    run(kill())
+
+
+def completions(output: RequestOutput) -> list[tuple[Any, ...]]:
+    """Return the parts of an output that do not depend on time and cache."""
+    return [
+        (one.index, one.text, one.token_ids, one.logprobs, one.finish_reason, one.failure) for one in output.outputs
+    ]
+
+
+@pytest.mark.slow
+def test_killed_engine_without_resume_fails_its_streams_and_is_restarted() -> None:
+    async def kill() -> None:
+        async with started(resume=False) as llm:
             streams = [llm.chat(STORY, LONG) for _ in range(3)]
             await asyncio.gather(*map(first, streams))
             os.kill(llm.ready.pid, signal.SIGKILL)
@@ -232,11 +262,33 @@ def test_requests_time_out_and_clients_stay_registered_while_engine_is_stopped()
 
 
 @pytest.mark.slow
-def test_hanging_engine_is_killed_and_restarted() -> None:
-    """The open stream ends with an error. Requests are refused until the new engine is ready."""
+def test_requests_of_hanging_engine_continue_in_restarted_engine() -> None:
+    """The engine is killed. A request that arrives while it hangs waits for the new one."""
 
     async def hang() -> None:
         async with started(engine_iteration_timeout=4.0) as llm:
+            expected = await last(llm.chat(STORY, LONG))
+            stream = llm.chat(STORY, LONG)
+            await first(stream)
+            stopped = time.monotonic()
+            os.kill(llm.ready.pid, signal.SIGSTOP)
+            while llm.gateway.engine_pool.stats.heartbeat_age < 2:
+                await asyncio.sleep(0.1)
+            output, late = await asyncio.gather(last(stream), last(llm.chat(STORY, LONG.replace(max_tokens=5))))
+            assert time.monotonic() - stopped < 50  # the default engine_iteration_timeout is a minute
+            assert completions(output) == completions(expected)
+            assert [resume.reason for resume in output.resumes] == ["engine_died"]
+            assert late.outputs[0].token_ids == expected.outputs[0].token_ids[:5]
+            assert (await llm.gateway.engine_pool.ready()).pid != llm.ready.pid
+
+    run(hang())
+
+
+def test_hanging_engine_without_resume_is_killed_and_restarted() -> None:
+    """The open stream ends with an error. Requests are refused until the new engine is ready."""
+
+    async def hang() -> None:
+        async with started(engine_iteration_timeout=4.0, resume=False) as llm:
             stream = llm.chat(STORY, LONG)
             await first(stream)
             stopped = time.monotonic()

@@ -172,7 +172,8 @@ def test_vocabulary_is_read_before_first_guided_request(engine: Client) -> None:
 
 
 @pytest.mark.slow
-def test_failed_device_ends_requests_and_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_device_ends_process_but_fails_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clients send the requests to the next engine."""
     device = FailingDevice(tmp_path, monkeypatch)
     client = Client(tmp_path)
     try:
@@ -180,8 +181,9 @@ def test_failed_device_ends_requests_and_process(tmp_path: Path, monkeypatch: py
         client.deltas(lambda found: len(found) > 2)
         device.fail()
         client.add("more", max_tokens=5)
-        failed = [delta for delta in client.deltas(ended("running", "more")) if delta.finished]
-        assert all(delta.failure for delta in failed)
-        assert client.process.wait(60) == 1
+        found = client.deltas(lambda _: client.process.poll() is not None)
+        failed = {delta.request_id: delta.failure for delta in found if delta.finished}
+        assert failed in ({}, {"more": engine_messages.ENGINE_STOPPING}), "more may arrive after the failure"
+        assert client.process.returncode == 1
     finally:
         client.close()

@@ -1,5 +1,5 @@
-"""Prefill and decode instances that fail under load: each request gets the answer of a single instance or an error, and
-all resources are released. ``make reliability-pd`` runs all faults."""
+"""Prefill and decode instances that fail under load: each request gets the answer of a single instance, and all
+resources are released. ``make reliability-pd`` runs all faults."""
 
 from __future__ import annotations
 
@@ -54,13 +54,11 @@ def test_killed_prefill_engine_fails_no_request(deployment: Deployment, right: R
 
 
 @pytest.mark.thorough
-def test_killed_decode_engine_fails_started_requests_only(deployment: Deployment, right: Right) -> None:
-    """Requests that the killed engine had started get an error."""
+def test_killed_decode_engine_fails_no_request(deployment: Deployment, right: Right) -> None:
+    """Requests that the killed engine had started continue on the other decode instance."""
     victim = deployment.with_role("decode")[0]
     result = run_with_fault(deployment, right, victim, lambda: in_thread(victim.kill, victim.engine))
-    result.assert_none(Outcome.BROKEN)
-    errors = [reply.message for reply in result.replies if reply.outcome is Outcome.ERROR]
-    assert all("was lost" in message for message in errors), errors
+    result.assert_none(Outcome.ERROR, Outcome.BROKEN)
 
 
 @pytest.mark.thorough

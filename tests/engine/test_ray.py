@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -225,8 +225,8 @@ def test_killed_node_causes_errors_until_its_replica_is_replaced() -> None:
 
 @pytest.mark.thorough
 def test_replica_is_replaced_after_three_engine_failures() -> None:
-    """Streams of a killed engine end with an error. Killing a replica ends its engine. Open requests are completed
-    before a deployment is deleted."""
+    """Streams of a killed engine continue in the next one, but for the third one: its replica ends. Killing a replica
+    ends its engine. Open requests are completed before a deployment is deleted."""
     args = {"num_gpu_blocks_override": 100, "deployment_config": {"health_check_period_s": 1}}
     with RayCluster(2) as cluster, cluster.serve(args) as running:
         expected = text_of(running.url, PROMPTS[0])
@@ -238,14 +238,15 @@ def test_replica_is_replaced_after_three_engine_failures() -> None:
             return False
 
         first = cluster.replicas_of(raylet)
-        for _ in range(3):
+        whole = stream_text(running.url)
+        for number in range(3):
             assert cluster.replicas_of(raylet) == first
-            with httpx.stream("POST", f"{running.url}/v1/completions", json=LONG) as response:
-                lines = response.iter_lines()
-                next(lines)
-                (engine,) = cluster.engines
-                os.kill(engine, signal.SIGKILL)
-                assert any('"error"' in line for line in lines)
+            killing = lambda: os.kill(*cluster.engines, signal.SIGKILL)  # noqa: E731
+            if number < 2:
+                assert stream_text(running.url, killing) == whole
+            else:
+                with pytest.raises((AssertionError, httpx.HTTPError)):
+                    stream_text(running.url, killing)
             until(recovers)
         (second,) = cluster.replicas_of(raylet)
         assert [second] != first
@@ -265,6 +266,22 @@ def test_replica_is_replaced_after_three_engine_failures() -> None:
             assert list(lines)[-1] == "data: [DONE]"
         running.find("output=5700 .*finish=length", after)
         assert deleting.wait(60) == 0 and not cluster.engines
+
+
+def stream_text(url: str, during: Callable[[], None] | None = None) -> str:
+    """Return the text of the stream of ``LONG``. Raises ``AssertionError`` if it has an error or no last event.
+
+    Args:
+        during: called after the first event.
+    """
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=90) as response:
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
+        events = [next(lines)]
+        if during:
+            during()
+        events += lines
+    assert events[-1] == "[DONE]" and not any('"error"' in event for event in events), events[-2:]
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
 
 
 def text_of(url: str, prompt: str) -> str:
@@ -300,7 +317,7 @@ PLACED = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"
 @pytest.mark.thorough
 def test_ranks_on_placement_group_recover_from_killed_node(servers: Servers) -> None:
     """Two ranks on two of three nodes give the bits of a single rank. If a node's process or the whole node is killed,
-    requests get an error, and the engine starts again with ranks on the remaining nodes."""
+    the engine starts again with ranks on the remaining nodes, and streams continue."""
     expected = {prompt: bits(complete(servers.get(*BLOCKS).root, prompt=prompt)) for prompt in PROMPTS}
     with RayCluster(1, 1, 1) as cluster:
         environment = cluster.environment | {"RAY_ADDRESS": cluster.address}
@@ -309,15 +326,16 @@ def test_ranks_on_placement_group_recover_from_killed_node(servers: Servers) -> 
             with ThreadPoolExecutor(4) as threads:
                 found = threads.map(lambda prompt: bits(complete(served.root, prompt=prompt)), PROMPTS)
                 assert list(found) == list(expected.values())
+            whole = stream_text(served.root)
             for whole_node in (False, True):
                 after = len(served.lines)
-                with httpx.stream("POST", f"{served.url}/completions", json=LONG) as response:
-                    lines = response.iter_lines()
-                    next(lines)
+
+                def kill() -> None:
                     (node,) = (raylet for raylet in cluster.raylets if cluster.actors_of(raylet))
-                    for pid in [node] * whole_node + cluster.actors_of(node):
+                    for pid in [node] * whole_node + cluster.actors_of(node):  # noqa: B023
                         os.kill(pid, signal.SIGKILL)
-                    assert any('"error"' in line for line in lines)
+
+                assert stream_text(served.root, kill) == whole
                 served.find("node 1 .* (is lost|ended)", after)
                 served.find("Ray has placed 2 ranks on 2 of its nodes", after)
                 until(lambda: httpx.get(f"{served.root}/ready").status_code == 200)

@@ -61,6 +61,8 @@ class Reply(NamedTuple):
     ended: float
     message: str = ""
     """Error message, or description of the difference from the expected answer."""
+    longest_pause: float = 0.0
+    """Seconds of the longest pause between two events of the stream."""
 
 
 class Question(NamedTuple):
@@ -106,6 +108,21 @@ class ServerError(Exception):
     """The server returned an error."""
 
 
+class PauseMeter:
+    """Measures the pauses between the events of a stream."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        """Seconds of the longest pause so far."""
+        self._last: float | None = None
+
+    def record_event(self) -> None:
+        now = time.monotonic()
+        if self._last is not None:
+            self.longest = max(self.longest, now - self._last)
+        self._last = now
+
+
 class CutShortError(Exception):
     """A stream ended without a last event. ``str`` returns the text received so far."""
 
@@ -124,8 +141,12 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def answer(self, root: str, question: Question) -> Answer:
-        """Send a request and return its answer. Raises ``ServerError``, ``CutShortError`` and errors of aiohttp."""
+    async def answer(self, root: str, question: Question, meter: PauseMeter | None = None) -> Answer:
+        """Send a request and return its answer. Raises ``ServerError``, ``CutShortError`` and errors of aiohttp.
+
+        Args:
+            meter: measures the pauses of a stream.
+        """
         body = dict(question.body)
         if question.path != "/v1/messages":
             body["cache_salt"] = f"{os.getpid()} {next(self._salts)}"  # prevents hits: the KV cache is transferred
@@ -134,18 +155,18 @@ class Client:
                 raise ServerError(f"{response.status}: {_message(json.loads(await response.read()))}")
             if not body["stream"]:
                 return _parse_response(json.loads(await response.read()), body)
-            return await _read_stream(response, body)
+            return await _read_stream(response, body, meter or PauseMeter())
 
     async def send(self, root: str, question: Question, expected: Answer) -> Reply:
         """Send a request and compare its answer with the expected one."""
-        sent = time.monotonic()
+        sent, meter = time.monotonic(), PauseMeter()
 
         def reply(outcome: Outcome, message: str = "") -> Reply:
-            return Reply(outcome, sent, time.monotonic(), message)
+            return Reply(outcome, sent, time.monotonic(), message, meter.longest)
 
         try:
             async with asyncio.timeout(DEADLINE):
-                found = await self.answer(root, question)
+                found = await self.answer(root, question, meter)
         except TimeoutError:
             return reply(Outcome.LOST, f"no complete response within {DEADLINE:.0f} s: {question.path}")
         except CutShortError as error:
@@ -180,9 +201,10 @@ def _parse_response(document: dict[str, Any], body: dict[str, Any]) -> Answer:
     return text.removeprefix(body["prompt"]), ""
 
 
-async def _read_stream(response: aiohttp.ClientResponse, body: dict[str, Any]) -> Answer:
+async def _read_stream(response: aiohttp.ClientResponse, body: dict[str, Any], meter: PauseMeter) -> Answer:
     text, reason, ended = "", None, False
     async for event in _events(response):
+        meter.record_event()
         if event.get("error") or event.get("type") == "error":
             raise ServerError(_message(event))
         match event:
@@ -469,6 +491,11 @@ class FaultResult:
     @property
     def counts(self) -> Counter[Outcome]:
         return Counter(reply.outcome for reply in self.replies)
+
+    @property
+    def longest_pause(self) -> float:
+        """Seconds of the longest pause of a stream that was answered right."""
+        return max((reply.longest_pause for reply in self.replies if reply.outcome is Outcome.RIGHT), default=0.0)
 
     def assert_none(self, *outcomes: Outcome) -> None:
         """Assert that no request had one of these outcomes, or was lost or answered wrongly."""

@@ -45,7 +45,9 @@ class ScriptedEngines(EnginePool):
     """Engine pool that answers each request with the token ids of ``steps`` and the finish reason ``finished``."""
 
     def __init__(self, gateway: Gateway) -> None:
-        super().__init__((), lambda deltas, version: None, lambda failure, lost: None, dict, lambda ids: None, 0)
+        super().__init__(
+            (), lambda deltas, version: None, lambda failure, lost: None, lambda name: (), dict, lambda ids: None, 0
+        )
         self._gateway = gateway
         self._tasks: set[asyncio.Task[None]] = set()
         self.requests: list[EngineRequest] = []
@@ -73,7 +75,7 @@ class ScriptedEngines(EnginePool):
             while inbox.size and name in self._gateway._open:  # wait until the step is read: steps must not be joined
                 await asyncio.sleep(0)
 
-    def release(self, request_id: str, abort: bool) -> None: ...
+    def release(self, request_id: str, abort: bool, output: list[int] | None = None) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def finish_sequence(self, request_id: str, sequence: int) -> None: ...
     def pause(self, request_id: str, paused: bool) -> None: ...

@@ -14,6 +14,7 @@ from penstock.config.options import Configuration, EngineOptions
 from penstock.config.progress import Progress, print_line
 from penstock.core.errors import invalid
 from penstock.engine.service.launcher import EngineProcesses
+from penstock.engine.service.pool import ResumePolicy
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.input_processor import InputProcessor
 from penstock.serve.dialects.openai.batch import BatchError, BatchResponse
@@ -104,7 +105,10 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ServedMod
     input_processor = InputProcessor(Path(resolved.model), configuration.model, configuration.engine.max_output_len)
     process = EngineProcesses(resolved, configuration.log)
     await process.start()
-    gateway = Gateway(process.addresses, input_processor, configuration.engine.data_parallel_request_cost)
+    options = configuration.engine
+    gateway = Gateway(
+        process.addresses, input_processor, options.data_parallel_request_cost, resume=ResumePolicy.of(options)
+    )
     watch = asyncio.create_task(process.watch())
     names = configuration.server.served_model_name or (model or DEMO,)
     try:

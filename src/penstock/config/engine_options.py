@@ -211,6 +211,14 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     engine_iteration_timeout: Annotated[float, option("seconds", ge=0)] = 60.0
     """Time without progress of an engine, beyond the time that its step may take, after which it is killed and
     restarted; /health fails after a quarter of this time. 0: never."""
+    resume: bool = True
+    """If an engine dies or stops, continue its requests on another one or on its next process, with the same output.
+    Otherwise they fail."""
+    resume_timeout: Annotated[float, option("seconds", gt=0)] = 60.0
+    """Maximum time that requests wait for an engine (with resume)."""
+    resume_across_fingerprints: bool = False
+    """Continue requests on engines whose results may differ in their last bits: other kernels or weights, or kernels
+    that are not batch-invariant. Otherwise such requests fail."""
     swap_space: Annotated[float, option("GiB", ge=0)] = 4.0
     """Host memory for KV blocks of preempted sequences (with preemption_mode swap)."""
     kv_offloading_size: Annotated[float, option("GiB", ge=0, le=2**20)] = 0.0

@@ -5,5 +5,5 @@ from .guided import GuidedDecodingParams, Vocabulary
 from .lora import LoRARequest
 from .outputs import FinishReason, Logprob, PerfMetrics, TokenDelta
 from .pooling import PoolingParams
-from .requests import EngineRequest, ReasoningSpan
+from .requests import EngineRequest, GeneratedSequence, ReasoningSpan
 from .sampling import SamplingParams

@@ -28,6 +28,19 @@ class ReasoningSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens forced at the start of the output, including ``begin``, unless ``begun``. Empty: the start is free."""
 
 
+ISOLATED_DEATHS = 2
+"""Number of engines' deaths from which on a request is suspected to cause them."""
+
+
+class GeneratedSequence(msgspec.Struct, frozen=True, array_like=True):
+    """Output so far of a sequence of a resumed request."""
+
+    token_ids: list[int]
+    """Generated tokens, without those of the prompt."""
+    finished: bool = False
+    """True if the sequence has ended, and is not to be continued."""
+
+
 def trace_log_fields(trace: Mapping[str, str]) -> dict[str, str]:
     """Log field ``trace_id`` of a W3C trace context; empty without a context."""
     return {"trace_id": trace["traceparent"].split("-")[1]} if trace else {}
@@ -69,6 +82,13 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     audio: AudioInput | None = None
     """Audio input of a speech recognition model."""
+    resumed: tuple[GeneratedSequence, ...] = ()
+    """Output so far of each sequence of a request that another engine began, by index; empty for a new request. The
+    engine computes prompt and output again, as after a preemption, and returns only the tokens that follow."""
+    uid: int = 0
+    """Random number that identifies the request in all engines that compute it; 0: none."""
+    deaths: int = 0
+    """Number of engines that died in a step with this request. From ``ISOLATED_DEATHS`` on it is computed alone."""
     trace: dict[str, str] = {}
     """W3C trace context (``traceparent``, ``tracestate``) of the parent span; empty if the request is not traced."""
 

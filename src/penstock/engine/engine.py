@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,6 +106,9 @@ class Engine:
         """Plan of the last submitted step."""
         self.before_step: Callable[[int], None] = lambda tokens: None
         """Callback before the engine submits a step or waits for one; gets the number of tokens in flight."""
+        self.record_step: Callable[[Iterable[tuple[int, int]]], None] = lambda requests: None
+        """Callback with ``uid`` and ``deaths`` of the requests in flight: before a step is submitted, and when none is
+        in flight any more."""
         self.after_step: Callable[[Plan, float, float], None] | None = None
         """Callback after each step; gets its plan, start and end, seconds of ``time.perf_counter``."""
         self._gpu_memory = 0
@@ -287,7 +290,7 @@ class Engine:
         def prerequisites() -> list[Prerequisite]:
             required = []
             if constraint:
-                required.append(Prerequisite(self._grammar_compiler.compile(constraint), _set_guide))
+                required.append(Prerequisite(self._grammar_compiler.compile(constraint), _set_guide, True))
             if self.kv_connector and (imported := self.kv_connector.imports.prerequisite(request, adapter)):
                 required.append(imported)
             elif reading := self.scheduler.kv.read_prefix(request):
@@ -432,6 +435,7 @@ class Engine:
         self._in_flight.append((plan, time.perf_counter()))
         try:
             self.before_step(self._tokens_in_flight)
+            self._record_step()
             step = self.scheduler.builder.build(plan)
             if self.speculation:
                 step.updates = self.speculation.fill_placeholders(plan, step.updates, self._executor.run)
@@ -449,6 +453,10 @@ class Engine:
             return self._handle_step_error(plan, error)
         return None
 
+    def _record_step(self) -> None:
+        requests = [item.sequence.request for plan, _ in self._in_flight for item in plan.scheduled]
+        self.record_step([(request.uid, request.deaths) for request in requests])
+
     def _collect(self) -> list[TokenDelta]:
         """Wait for the oldest step in flight. Returns its deltas."""
         try:
@@ -459,6 +467,8 @@ class Engine:
             plan, _ = self._in_flight.popleft()
             return self._handle_step_error(plan, error)
         plan, submitted = self._in_flight.popleft()
+        if not self._in_flight:
+            self.record_step(())
         self._failed_steps = 0
         if self.kv_connector:
             self.kv_connector.exports.after_step(plan)
@@ -487,7 +497,7 @@ class Engine:
         except WorkerLostError as error:
             failure = Failure(Code.UNAVAILABLE, f"the engine has failed: {error}")
         logger.error("the engine has failed: %s", failure.message)
-        return deltas + self._give_up(failure)
+        return [msgspec.structs.replace(delta, failure=failure) for delta in deltas] + self._give_up(failure)
 
     def _give_up(self, failure: Failure) -> list[TokenDelta]:
         """Set ``failure`` and end all requests. Returns their last deltas."""
@@ -537,7 +547,7 @@ class Engine:
 
 def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
     """Constrain a sequence by its compiled grammar."""
-    sequence.guide = make_guide(sequence.request, grammar)
+    sequence.set_guide(make_guide(sequence.request, grammar))
 
 
 def _tree_blocks(speculative: SpeculativeConfig | None, options: EngineOptions, blocks: int) -> int:

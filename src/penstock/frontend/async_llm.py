@@ -18,6 +18,7 @@ from penstock.engine.service.actions import EngineState, PauseGeneration, Resume
 from penstock.engine.service.control import ModelAction, ModelControl, UpdateWeights
 from penstock.engine.service.launcher import EngineProcesses
 from penstock.engine.service.messages import Ready
+from penstock.engine.service.pool import ResumePolicy
 
 from .fastdeploy_outputs import FastDeployOutput
 from .gateway import Gateway
@@ -57,7 +58,12 @@ class AsyncLLM:
         self._process = EngineProcesses(self.options, self._logs)
         self.ready: Ready = await self._process.start()
         self._watch = asyncio.create_task(self._process.watch())
-        self._gateway = Gateway(self._process.addresses, self._input_processor, self.options.data_parallel_request_cost)
+        self._gateway = Gateway(
+            self._process.addresses,
+            self._input_processor,
+            self.options.data_parallel_request_cost,
+            resume=ResumePolicy.of(self.options),
+        )
         self._control = ModelControl(self._process)
         self._watch.add_done_callback(self._on_watch_end)
         try:

@@ -80,6 +80,9 @@ class DeltaQueue:
             self._paused = True
             self._pause(True)
 
+    def __iter__(self) -> Iterator[TokenDelta | Failure]:
+        return iter(self._items)
+
     async def wait(self) -> None:
         """Wait until the queue is not empty."""
         await self._not_empty.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
@@ -11,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from penstock.core import Code, Failure, PenstockError, PoolingParams, SamplingParams, TokenDelta
+from penstock.core import Code, Failure, GeneratedSequence, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.core.errors import CANCELLED, invalid, too_long
-from penstock.engine.service.pool import EnginePool
+from penstock.engine.service.pool import RESUME, EnginePool, ResumePolicy
 from penstock.text.encoding import Texts
 from penstock.text.infill import infill_prompt
 from penstock.text.isolated_template import IsolatedTemplate
@@ -21,8 +22,11 @@ from penstock.text.isolated_template import IsolatedTemplate
 from .chat_renderer import Steps, Template
 from .fair_queue import MAX_INLINE_TOKENS, TURN_SIZE, DeltaQueue, FairQueue
 from .input_processor import InputProcessor
-from .outputs import RequestOutput
+from .output_processor import OutputProcessor
+from .outputs import RequestOutput, Resume
 from .prompts import Messages, Prompt, TokenizedPrompt
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -50,7 +54,7 @@ class Gateway(Steps):
     Args:
         addresses: ZeroMQ addresses of the engine processes, one per data-parallel replica.
         input_processor: tokenizer, chat template and defaults of the model.
-        request_cost, min_prefill_tokens, secret: as in ``EnginePool``.
+        request_cost, min_prefill_tokens, secret, resume: as in ``EnginePool``.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Gateway(Steps):
         request_cost: int = 0,
         min_prefill_tokens: int = 0,
         secret: bytes = b"",
+        resume: ResumePolicy = RESUME,
     ) -> None:
         self.input_processor = input_processor
         vocabulary = input_processor.vocabulary
@@ -67,18 +72,21 @@ class Gateway(Steps):
             addresses,
             self._on_deltas,
             self._on_engine_lost,
+            self._output_so_far,
+            self._on_moved,
             vocabulary,
             self._on_cancel,
             request_cost,
             min_prefill_tokens,
             secret,
+            resume,
         )
         self.fair_queue = FairQueue()
         """Schedules the processing of long deltas on the event loop."""
         self._open: dict[str, DeltaQueue] = {}
         """Unprocessed deltas of open requests by engine request id."""
-        self._outputs: dict[str, RequestOutput] = {}
-        """Outputs so far of open requests by engine request id."""
+        self._processors: dict[str, OutputProcessor] = {}
+        """Output processors of open requests by engine request id."""
         self._owned: dict[str, str] = {}
         """Tenant-prefixed request ids (``owned``) of open requests by engine request id."""
         self._ids = itertools.count()
@@ -182,7 +190,7 @@ class Gateway(Steps):
 
         Raises ``PenstockError`` if the chat is invalid or far too long, or no engine is ready.
         """
-        if len(messages) > (maximum := self.engine_pool.require_engine().max_model_len):
+        if len(messages) > (maximum := self.engine_pool.known_engine().max_model_len):
             message = f"{len(messages)} messages do not fit the context of {maximum} tokens: send fewer"
             raise too_long("messages", message, len(messages), maximum)
         self.input_processor.check_chats()
@@ -245,7 +253,7 @@ class Gateway(Steps):
         output = processor.output
         output.request_id, output.times.arrived = request_id or name, arrived
         inbox = self._open[name] = DeltaQueue(partial(self.engine_pool.pause, name))
-        self._outputs[name], self._owned[name] = output, owned(output.request_id, tenant)
+        self._processors[name], self._owned[name] = processor, owned(output.request_id, tenant)
         timer = None
         if deadline is not None:
             timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self._on_deadline, name)
@@ -270,13 +278,14 @@ class Gateway(Steps):
         finally:
             if timer:
                 timer.cancel()
-            del self._open[name], self._outputs[name], self._owned[name]
-            self.engine_pool.release(name, abort=not output.finished)
+            del self._open[name], self._processors[name], self._owned[name]
+            self.engine_pool.release(name, abort=not output.finished, output=processor.token_ids(0))
 
     def running(self, tenant: str = "") -> dict[str, int]:
         """Number of generated tokens of each open request of a tenant, by request id."""
         result: dict[str, int] = {}
-        for name, output in self._outputs.items():
+        for name, processor in self._processors.items():
+            output = processor.output
             if self._owned[name] != owned(output.request_id, tenant):
                 continue
             num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
@@ -313,7 +322,7 @@ class Gateway(Steps):
 
     def check_characters(self, count: int) -> None:
         """Raise ``PenstockError`` (``too_long``) if a text of ``count`` characters cannot fit the context."""
-        engine = self.engine_pool.require_engine()
+        engine = self.engine_pool.known_engine()
         maximum = engine.max_model_len
         if (minimum := count // (self._longest_token * MAX_SHRINKAGE)) >= maximum:
             message = f"has {count} characters, which cannot fit the context of {maximum} tokens: shorten it"
@@ -327,9 +336,36 @@ class Gateway(Steps):
     def _on_deltas(self, deltas: list[TokenDelta], weights_version: str) -> None:
         for delta in deltas:
             if (inbox := self._open.get(delta.request_id)) is not None:
+                output = self._processors[delta.request_id].output
                 if weights_version:
-                    self._outputs[delta.request_id].add_weights(weights_version)
+                    output.add_weights(weights_version)
+                if output.is_waiting:
+                    self._on_continued(delta.request_id, output)
                 inbox.put(delta)
+
+    def _output_so_far(self, name: str) -> list[GeneratedSequence]:
+        """Output of a request that has arrived, including deltas that are not processed yet."""
+        sequences = self._processors[name].generated()
+        for delta in self._open[name]:
+            if isinstance(delta, TokenDelta) and not (sequence := sequences[delta.sequence]).finished:
+                tokens, finished = sequence.token_ids + delta.token_ids, delta.finished is not None
+                sequences[delta.sequence] = GeneratedSequence(tokens, finished)
+        return sequences
+
+    def _on_moved(self, names: Collection[str], reason: str) -> None:
+        for name in names:
+            output = self._processors[name].output
+            count = len(output.prompt_token_ids) + sum(len(one.token_ids) for one in self._output_so_far(name))
+            output.resumes.append(Resume(reason, count))
+
+    def _on_continued(self, name: str, output: RequestOutput) -> None:
+        resume, request = output.resumes[-1], self._processors[name].request
+        resume.continued = time.monotonic()
+        message = "request %s continues after %.2f s (%s): %d tokens were computed again"
+        pause = resume.continued - resume.lost
+        logger.info(
+            message, request.log_name, pause, resume.reason, resume.num_tokens, extra={"fields": request.log_fields}
+        )
 
     def _on_deadline(self, name: str) -> None:
         """Fail a request at its deadline. The engine checks deadlines too, but not during a step or if it hangs."""

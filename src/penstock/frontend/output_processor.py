@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import msgspec
 
-from penstock.core import EngineRequest, Failure, FinishReason, TokenDelta
+from penstock.core import EngineRequest, Failure, FinishReason, GeneratedSequence, TokenDelta
 from penstock.core import Logprob as EngineLogprob
 from penstock.text import Detokenizer, ParserConfig, ResponseParser, StopStrings, Tokenizer
 
@@ -111,6 +111,14 @@ class OutputProcessor:
             logprobs = completion.logprobs if self._with_logprobs else None
             self.output.outputs[index] = replace(completion, index=index, logprobs=logprobs)
             self.output.num_discarded_tokens -= len(completion.token_ids)
+
+    def token_ids(self, index: int) -> list[int]:
+        """Generated tokens of a sequence, which must not be changed."""
+        return self._sequences[index].token_ids
+
+    def generated(self) -> list[GeneratedSequence]:
+        """Output so far of each sequence."""
+        return [GeneratedSequence(one.token_ids, one.finished) for one in self._sequences]
 
     def fail(self, failure: Failure) -> None:
         """Finish every open sequence with a failure."""

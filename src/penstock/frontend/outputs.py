@@ -71,6 +71,20 @@ class RequestTimes:
 
 
 @dataclass(slots=True)
+class Resume:
+    """A request that lost its engine, and continues on another one."""
+
+    reason: str
+    """``engine_died``, ``engine_lost`` (no connection to its host), or ``engine_stopping``."""
+    num_tokens: int
+    """Number of tokens that the other engine computes again: prompt and output."""
+    lost: float = field(default_factory=time.monotonic)
+    """Time at which the engine was lost, seconds on the monotonic clock."""
+    continued: float | None = None
+    """Time of the next output, seconds on the monotonic clock; None until it arrives."""
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """Cumulative output of a request."""
 
@@ -91,6 +105,14 @@ class RequestOutput:
     times: RequestTimes = field(default_factory=RequestTimes)
     weights_versions: list[str] = field(default_factory=list)
     """Versions of the weights used, in order; several if the weights were updated while the request was running."""
+
+    resumes: list[Resume] = field(default_factory=list)
+    """Losses of the request's engine so far."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while the request waits to continue after the loss of its engine."""
+        return bool(self.resumes) and self.resumes[-1].continued is None
 
     def add_weights(self, version: str) -> None:
         """Record the version of the weights used by the last step."""

@@ -65,10 +65,17 @@ async def generate(
     )
     metrics, counted, last = service.metrics, 0, None
     final_only = service.options.disable_streaming
+    num_resumes = 0
     with span or nullcontext(), metrics.tokens:
         async with aclosing(stream) as outputs:
             async for output in outputs:
                 record.weights_version = record.weights_version or output.weights_version
+                record.outputs[index] = output
+                for resume in output.resumes[num_resumes:]:
+                    num_resumes += 1
+                    metrics.record_resume(resume)
+                    if span:
+                        span.resume(resume)
                 for completion in output.outputs:
                     if completion.failure or completion.finish_reason == FinishReason.CANCELLED:
                         raise PenstockError.of(completion.failure or CANCELLED)
@@ -200,7 +207,7 @@ class GenerationHandler(ABC):
     @property
     def max_model_len(self) -> int:
         """Context length in tokens. Raises ``PenstockError`` (``unavailable``) if no engine is ready."""
-        return self.service.gateway.engine_pool.require_engine().max_model_len
+        return self.service.gateway.engine_pool.known_engine().max_model_len
 
 
 def likeliest(position: PositionLogprobs, maximum: int) -> list[tuple[int, Logprob]]:

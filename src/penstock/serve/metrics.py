@@ -19,7 +19,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from penstock.config.profiles import DerivedMetric
 from penstock.core import Failure, SamplingParams
-from penstock.frontend.outputs import RequestOutput
+from penstock.frontend.outputs import RequestOutput, Resume
 
 from .engine_metrics import LABELS, EngineStats, engine_metrics
 from .expert_load import expert_metrics
@@ -40,6 +40,7 @@ COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "requests": "Requests received, including failed requests.",
+    "resumed_tokens": "Prompt and output tokens computed again for resumed requests.",
     "prefix_cache_hit_requests": "Requests with at least one prompt token found in the prefix cache.",
 }
 """Description of each counter per model, by name."""
@@ -64,6 +65,10 @@ HISTOGRAMS = {
         REQUEST_BUCKETS,
     ),
     "request_decode_time_seconds": ("Seconds from a request's first token to its last.", REQUEST_BUCKETS),
+    "request_resume_seconds": (
+        "Seconds from the loss of a request's engine to the next token.",
+        REQUEST_BUCKETS,
+    ),
     "request_params_max_tokens": ("Parameter max_tokens of requests that set it.", TOKEN_BUCKETS),
     "request_params_n": ("Parameter n of requests: number of answers.", SEQUENCE_BUCKETS),
     "request_prompt_tokens": ("Prompt tokens per finished request.", TOKEN_BUCKETS),
@@ -115,6 +120,13 @@ class Metrics:
             "Finished sequences by finish reason (stop, length).",
             *LABELS,
             "finished_reason",
+        )
+        self.requests_resumed = counter(
+            "requests_resumed",
+            "Requests that continued after the loss of their engine, by reason: engine_died, engine_lost (its host is "
+            "not reachable) or engine_stopping.",
+            *LABELS,
+            "reason",
         )
         self.request_failures = counter("request_failures", "Failed requests by error code.", "code")
         self.event_loop_holds = counter(
@@ -201,6 +213,7 @@ class ModelMetrics:
         self._computed = metrics.prompt_tokens_by_source.labels(model, "local_compute")
         self._cached = metrics.prompt_tokens_by_source.labels(model, "local_cache_hit")
         self._request_success = partial(metrics.request_success.labels, model)
+        self._requests_resumed = partial(metrics.requests_resumed.labels, model)
         self.open_requests = metrics.open_requests.labels(model)
 
     def record_arrival(self, sampling: SamplingParams) -> None:
@@ -225,6 +238,12 @@ class ModelMetrics:
         self._observe(
             time_to_first_token_seconds=times.first_token - times.arrived, request_queue_time_seconds=times.queued
         )
+
+    def record_resume(self, resume: Resume) -> None:
+        """Record that a request continues on another engine."""
+        self._requests_resumed(resume.reason).inc()
+        self._count(resumed_tokens=resume.num_tokens)
+        self._observe(request_resume_seconds=(resume.continued or time.monotonic()) - resume.lost)
 
     def record_finish(self, output: RequestOutput) -> None:
         """Count a request's finished sequences, and observe its lengths and latencies."""

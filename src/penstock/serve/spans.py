@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.config.logs import TRACE
 from penstock.core import Failure, PenstockError, SamplingParams
 from penstock.core.errors import CANCELLED, INTERNAL
-from penstock.frontend.outputs import RequestOutput
+from penstock.frontend.outputs import RequestOutput, Resume
 
 if TYPE_CHECKING:
     from penstock.tracing import Span
@@ -83,6 +83,12 @@ class GenerationSpan:
     def context(self) -> dict[str, str]:
         """W3C trace context for the engine."""
         return self._span.context
+
+    def resume(self, resume: Resume) -> None:
+        """Record the pause between the loss of an engine and the next output."""
+        span = self._span.child("resume", resume.lost, {"penstock.reason": resume.reason})
+        span.set({"penstock.recomputed_tokens": resume.num_tokens})
+        span.end(resume.continued)
 
     def finish(self, output: RequestOutput) -> None:
         """Set the attributes of the finished request, and end the span."""

@@ -116,6 +116,7 @@ def _engine(history: History, model: Answer, engine: Answer, name: str, width: i
             f"generated {rates[0]:,.0f} tokens/s",
             f"prompts {rates[1]:,.0f} tokens/s",
             f"preemptions {stats['preemptions']}",
+            *([f"resumed requests {resumed:,.0f}"] if (resumed := counters.get("requests_resumed")) else []),
         ],
         [
             f"KV cache {bar:{glyphs.empty}<{length}} {100 * used:.0f} % of {stats['blocks']:,} blocks",

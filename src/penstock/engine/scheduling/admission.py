@@ -16,7 +16,7 @@ from penstock.core.errors import invalid, too_long
 from ..guided.reasoning_guide import make_guide
 from ..kv.cache_manager import KVCacheManager
 from ..sequence.mrope import next_position
-from ..sequence.sequence import Sequence
+from ..sequence.sequence import Sequence, State
 from .prerequisites import Prerequisite, Prerequisites
 from .state import SchedulerState
 
@@ -113,6 +113,8 @@ class Admission:
         if request.deadline is not None and not math.isfinite(request.deadline):
             raise invalid("deadline", f"must be a finite number of seconds, is {request.deadline}")
         self._check_images(request)
+        if request.resumed:
+            self._check_resumed(request)
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.eos_token_ids)}
         allowed = set(sampling.allowed_token_ids or ()) - sampling.banned_token_ids
         if allowed and sampling.min_tokens and stops.issuperset(allowed):
@@ -143,8 +145,19 @@ class Admission:
             message = f"take {largest} tokens in one step, but max_num_batched_tokens is {limit}; send smaller images"
             raise invalid("images", message, limit)
 
-    def new_sequence(self, request: EngineRequest) -> Sequence:
-        """Create the first sequence of a validated request.
+    @staticmethod
+    def _check_resumed(request: EngineRequest) -> None:
+        sampling = request.sampling
+        if request.pooling or sampling.use_beam_search:
+            raise invalid("resumed", "must be empty for pooling and beam search, which return no partial output")
+        if len(request.resumed) != sampling.num_sequences:
+            message = f"has {len(request.resumed)} sequences, but the request has {sampling.num_sequences}"
+            raise invalid("resumed", message, sampling.num_sequences)
+        if all(generated.finished for generated in request.resumed):
+            raise invalid("resumed", "has only finished sequences")
+
+    def new_sequences(self, request: EngineRequest) -> list[Sequence]:
+        """Create the first sequence of a validated request, or all sequences of a resumed one.
 
         Raises ``PenstockError`` (``invalid``) if its ``external_id`` is in use.
         """
@@ -153,10 +166,13 @@ class Admission:
             message = f"{name[:200]!r} already exists: an unfinished request has this id; send another id"
             raise invalid("external_id", message)
         seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
-        first = Sequence(request, 0, seed, self._arrivals)
+        sequences = [Sequence(request, index, seed, self._arrivals) for index in range(len(request.resumed) or 1)]
+        for sequence, generated in zip(sequences, request.resumed, strict=False):
+            sequence.resume(generated)
         if request.reasoning:
-            first.guide = make_guide(request, None)
-        return first
+            for sequence in sequences:
+                sequence.set_guide(make_guide(request, None))
+        return sequences
 
     def check_queue(self, first: Sequence) -> None:
         """Raise ``PenstockError`` (``overloaded``) if the queue is full. Waiting sequences that could start at once, in
@@ -178,22 +194,26 @@ class Admission:
         """Discard the free capacity. Call this when rows or KV blocks were allocated or freed."""
         self._free_capacity = None
 
-    def enqueue(self, first: Sequence, prerequisites: list[Prerequisite]) -> None:
-        """Queue a request's first sequence: immediately, or, with ``prerequisites``, in ``enqueue_prepared`` once all
-        prerequisites are done."""
-        if prerequisites:
-            self.prerequisites.add(first, prerequisites)
-        else:
-            self._waiting.push(first)
-        if self._free_capacity:
-            self._free_capacity.take(first)
+    def enqueue(self, sequences: list[Sequence], prerequisites: list[Prerequisite]) -> None:
+        """Queue a request's unfinished sequences: immediately, or, with ``prerequisites``, in ``enqueue_prepared`` once
+        they are done."""
+        first, *others = [sequence for sequence in sequences if sequence.state is not State.FINISHED]
+        required = prerequisites
+        for sequence in (first, *others):
+            if required:
+                self.prerequisites.add(sequence, required)
+            else:
+                self._waiting.push(sequence)
+            if self._free_capacity:
+                self._free_capacity.take(sequence)
+            required = [each if each.every_sequence else Prerequisite(each.future, _ignore) for each in prerequisites]
         self._arrivals += 1
         request = first.request
         if request.external_id:
             self._external_ids.add(request.external_id)
         if request.deadline is not None:
             bisect.insort(self._deadlines, (request.deadline, first.arrival_order, request.request_id))
-        if self._options.max_queue_time:
+        if self._options.max_queue_time and not request.resumed:
             self._queue_timeouts[first] = None
 
     def enqueue_prepared(self) -> Iterator[tuple[str, Failure]]:
@@ -222,7 +242,7 @@ class Admission:
 
     def record_start(self, sequence: Sequence, cached: int) -> None:
         """Record the first step of a sequence, with ``cached`` tokens from the prefix cache."""
-        sequence.num_cached_tokens = cached
+        sequence.num_cached_tokens = min(cached, sequence.prompt_length)
         sequence.first_scheduled = time.monotonic()
         sequence.queued = sequence.first_scheduled - sequence.arrived
         self._queue_timeouts.pop(sequence, None)
@@ -238,3 +258,7 @@ class Admission:
         self._external_ids.discard(first.request.external_id)
         if (deadline := first.request.deadline) is not None:
             del self._deadlines[bisect.bisect_left(self._deadlines, (deadline, first.arrival_order))]
+
+
+def _ignore(sequence: Sequence, result: object) -> None:
+    """Callback of a prerequisite whose result is used by another sequence of the request."""

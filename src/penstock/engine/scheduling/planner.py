@@ -14,6 +14,9 @@ from .state import SchedulerState
 
 Hold = Literal["new", "all"]
 """Sequences that are held (not planned): ``new`` ones, which have not started, or ``all``."""
+NUM_ISOLATED_STEPS = 8
+"""Number of tokens that a suspect samples alone. A request that was alone in a fatal step causes the death again when
+its tokens are recomputed, or in the step after."""
 
 
 class Planner:
@@ -41,10 +44,22 @@ class Planner:
         """Number of steps among which the running sequences are divided."""
         self.holds: dict[str, Hold] = {}
         """Active holds by owner."""
+        self.isolated: dict[str, int] = {}
+        """Suspects (see ``isolate``): request id → number of tokens still to be sampled alone."""
+
+    def isolate(self, request_id: str) -> None:
+        """Compute a request alone until it has sampled ``NUM_ISOLATED_STEPS`` tokens: engines have died in steps with
+        it. Other sequences are preempted."""
+        self.isolated[request_id] = NUM_ISOLATED_STEPS
 
     def plan(self, speculation: Speculation | None) -> Plan:
         """Plan one step, with drafts of ``speculation``. The plan is empty if no sequence can run now."""
         plan, preemptions = Plan(len(self._running)), self._preemption.count
+        suspect = self._suspect() if self.isolated else None
+        if suspect and any(one.request.request_id != suspect for one in self._running):
+            if not any(one.inflight_steps for one in self._running):
+                self._preemption.recompute_all()
+            return plan
         if self._kv.offloading:
             plan.stores = self._kv.offloading.take_stores()
         if "all" in self.holds.values():
@@ -70,7 +85,7 @@ class Planner:
                 left -= not partial
         joins = not self._running or self._options.batching_type == "inflight"
         if self._waiting and joins and self._preemption.count == preemptions:
-            self._schedule_waiting(plan, budget)
+            self._schedule_waiting(plan, budget, suspect)
         plan.encoder_tokens = sum(
             audio.length
             for sequence, *_ in plan.scheduled
@@ -81,6 +96,15 @@ class Planner:
         if speculation and plan.drafting:
             self._schedule_drafts(plan, speculation)
         return plan
+
+    def _suspect(self) -> str | None:
+        """The first isolated request that can be computed; None if all are paused or wait for prerequisites."""
+        for request_id in list(self.isolated):
+            if (group := self._groups.get(request_id)) is None or self.isolated[request_id] <= 0:
+                del self.isolated[request_id]
+            elif any(one in self._waiting or one in self._running for one in group.unfinished if not one.paused):
+                return request_id
+        return None
 
     def _share(self) -> int:
         """Number of running sequences per step, equal for all steps in flight. Partial prefills do not count: they have
@@ -122,6 +146,8 @@ class Planner:
             sampling = (sequence, *self._fork(sequence))
             for one in sampling:
                 one.num_pending += 1
+            if self.isolated and sequence.request.request_id in self.isolated:
+                self.isolated[sequence.request.request_id] -= 1
         plan.scheduled.append(ScheduledSequence(sequence, start, count, sampling, [], []))
 
     def _fork(self, first: Sequence) -> list[Sequence]:
@@ -133,14 +159,15 @@ class Planner:
         self._running.start_forks(first, siblings)
         return siblings
 
-    def _schedule_waiting(self, plan: Plan, budget: int) -> None:
-        """Start waiting sequences in scheduling order, until one does not fit."""
+    def _schedule_waiting(self, plan: Plan, budget: int, suspect: str | None) -> None:
+        """Start waiting sequences in scheduling order, until one does not fit; only those of ``suspect`` if it is
+        set."""
         options = self._options
         partial = [sequence for sequence in self._running if sequence.is_partial_prefill]
         num_long = sum(map(self._waiting.is_long, partial))
         while budget:
             include_long = num_long < options.max_long_partial_prefills
-            sequence = self._waiting.peek(include_long, started=bool(self.holds))
+            sequence = self._waiting.peek(include_long, bool(self.holds), suspect)
             if sequence is None or self._running.num_free_rows < 1 + sequence.num_unforked or sequence.swapping_out:
                 return
             hit = self._kv.find_cache_hit(sequence)

@@ -17,7 +17,9 @@ class Prerequisite(NamedTuple):
     future: Future[Any]
     """The future, which requests may share. It is cancelled if all these requests end before it is done."""
     apply: Callable[[Sequence, Any], None]
-    """Callback with the request's first sequence and the future's result."""
+    """Callback with a sequence of the request and the future's result."""
+    every_sequence: bool = False
+    """Call ``apply`` for every sequence of a resumed request; otherwise only for its first unfinished one."""
 
 
 class Prerequisites:
@@ -42,14 +44,14 @@ class Prerequisites:
     def add(self, sequence: Sequence, prerequisites: list[Prerequisite]) -> None:
         """Add a sequence that needs all of ``prerequisites``."""
         self._waiting[sequence] = prerequisites
-        for future, _ in prerequisites:
+        for future, *_ in prerequisites:
             self._users[future] = self._users.get(future, 0) + 1
 
     def remove(self, sequence: Sequence) -> bool:
         """Remove a sequence, and cancel its futures that no other sequence needs. Returns False if the sequence has no
         prerequisites."""
         prerequisites = self._waiting.pop(sequence, None)
-        for future, _ in prerequisites or ():
+        for future, *_ in prerequisites or ():
             self._users[future] -= 1
             if not self._users[future]:
                 del self._users[future]
@@ -62,14 +64,14 @@ class Prerequisites:
         if not any(future.done() for future in self._users):
             return
         for sequence, prerequisites in list(self._waiting.items()):
-            if all(future.done() for future, _ in prerequisites):
+            if sequence in self._waiting and all(each.future.done() for each in prerequisites):
                 yield sequence, _apply(sequence, prerequisites)
 
 
 def _apply(sequence: Sequence, prerequisites: list[Prerequisite]) -> Failure | None:
     """Apply the results of all prerequisites. Returns the first failure, or None."""
     try:
-        for future, apply in prerequisites:
+        for future, apply, _ in prerequisites:
             apply(sequence, future.result())
     except PenstockError as error:
         return error.failure

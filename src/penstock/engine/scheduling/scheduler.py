@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from penstock.config.options import SchedulerOptions
 from penstock.core import Code, EngineRequest, Failure, FinishReason, TokenDelta
 from penstock.core.errors import CANCELLED, invalid
+from penstock.core.requests import ISOLATED_DEATHS
 
 from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import KVCacheManager
@@ -159,10 +160,13 @@ class Scheduler:
         if request.request_id in self._groups:
             message = f"{request.request_id!r} is the id of an unfinished request: send another id"
             raise invalid("request_id", message)
-        first = self.admission.new_sequence(request)
-        self.admission.check_queue(first)
-        self.admission.enqueue(first, prerequisites())
-        self._groups[request.request_id] = SequenceGroup(first)
+        sequences = self.admission.new_sequences(request)
+        if not request.resumed:
+            self.admission.check_queue(sequences[0])
+        self.admission.enqueue(sequences, prerequisites())
+        self._groups[request.request_id] = SequenceGroup(sequences)
+        if request.deaths >= ISOLATED_DEATHS:
+            self._planner.isolate(request.request_id)
 
     def enqueue_prepared(self) -> list[TokenDelta]:
         """Queue requests with finished prerequisites. Returns the last deltas of requests with failed prerequisites."""

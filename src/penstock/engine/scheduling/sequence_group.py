@@ -11,15 +11,18 @@ from ..sequence.sequence import Sequence, State
 class SequenceGroup:
     """The sequences of one request, by index.
 
-    The first sequence computes the prompt. The others are forked from it in the step that samples its first token.
+    The first sequence computes the prompt. The others are forked from it in the step that samples its first token. The
+    sequences of a resumed request exist from the beginning.
 
     Args:
-        first: the request's first sequence. With ``use_beam_search``, its ``num_candidates`` is set.
+        sequences: the first sequence, or all of a resumed request. With ``use_beam_search``, sets its
+            ``num_candidates``.
     """
 
-    def __init__(self, first: Sequence) -> None:
+    def __init__(self, sequences: list[Sequence]) -> None:
+        first = sequences[0]
         self.request = first.request
-        self.sequences = [first]
+        self.sequences = sequences
         self.search: BeamSearch | None = None
         """The beam search over the sequences; None without beam search."""
         self.preempted: set[int] = set()

@@ -49,16 +49,19 @@ class WaitingQueue:
         """Add a sequence."""
         insort(self._list_of(sequence), sequence, key=self.schedule_key)
 
-    def peek(self, include_long: bool, started: bool = False) -> Sequence | None:
+    def peek(self, include_long: bool, started: bool = False, request_id: str | None = None) -> Sequence | None:
         """The first sequence in scheduling order; None if the queue is empty.
 
         Args:
             include_long: also consider long sequences.
             started: consider only preempted sequences.
+            request_id: consider only the sequences of this request; None: all.
         """
         queues: tuple[list[Sequence], ...] = (self._short, self._long) if include_long else (self._short,)
         if started:
             queues = tuple([one for one in queue if one.has_started] for queue in queues)
+        if request_id is not None:
+            queues = tuple([one for one in queue if one.request.request_id == request_id] for queue in queues)
         heads = [queue[0] for queue in queues if queue]
         return min(heads, key=self.schedule_key) if heads else None
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from penstock.core import EngineRequest, Logprob, PerfMetrics
+from penstock.core import Code, EngineRequest, Failure, GeneratedSequence, Logprob, PenstockError, PerfMetrics
 
 from ..guided import Guide
 from .pooling import PoolingState
@@ -124,6 +124,23 @@ class Sequence:
         self.pooling_state = PoolingState(request.pooling) if request.pooling else None
         self.prompt_logprobs = None if sampling.prompt_logprobs is None else []
         self.context_logits = [] if sampling.return_context_logits else None
+
+    def resume(self, generated: GeneratedSequence) -> None:
+        """Append the output that another engine has generated and returned. Call this before ``set_guide``."""
+        self.tokens += generated.token_ids
+        self.num_unforked = 0
+        self.prompt_logprobs = self.context_logits = None
+        if generated.finished:
+            self.state, self.num_computed = State.FINISHED, len(self.tokens)
+
+    def set_guide(self, guide: Guide | None) -> None:
+        """Use a new guide for the next token. Raises ``PenstockError`` (``internal``) if it rejects the tokens of a
+        resumed sequence."""
+        for token in self.tokens[self.prompt_length :]:
+            if guide and not guide.accept_token(token):
+                message = "the grammar rejects the output of the engine that began the request"
+                raise PenstockError.of(guide.failure or Failure(Code.INTERNAL, message))
+        self.guide = guide
 
     @property
     def perf(self) -> PerfMetrics | None:

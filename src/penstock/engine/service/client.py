@@ -51,6 +51,7 @@ class EngineClient:
         on_stats: called with the engine's statistics every ``KEEP_ALIVE_INTERVAL``.
         on_adapters: called with the engine's adapters (name → folder) when it connects and when they change.
         on_ready: called with the engine's report when it connects and when its state changes.
+        on_stopping: called when the engine begins to stop. It finishes its requests first.
         secret: the cluster secret, for TCP.
     """
 
@@ -64,6 +65,7 @@ class EngineClient:
         on_stats: Callable[[messages.Stats], None] = lambda stats: None,
         on_adapters: Callable[[dict[str, str]], None] = lambda adapters: None,
         on_ready: Callable[[messages.Ready], None] = lambda engine: None,
+        on_stopping: Callable[[], None] = lambda: None,
         secret: bytes = b"",
     ) -> None:
         self.address = address
@@ -75,6 +77,7 @@ class EngineClient:
         self._on_stats = on_stats
         self._on_adapters = on_adapters
         self._on_ready = on_ready
+        self._on_stopping = on_stopping
         self._loop = asyncio.get_running_loop()
         self._unavailable = STARTING
         """Error of new requests while no engine is connected."""
@@ -83,6 +86,8 @@ class EngineClient:
             self._unavailable = Failure(Code.UNAVAILABLE, message)
         self.engine: messages.Ready | None = None
         """Report of the connected engine; None if none is connected."""
+        self.suspects = frozenset[int]()
+        """Requests in the fatal step of the engine lost last (``EngineRequest.uid``); empty if unknown."""
         self._stats = messages.Stats()
         self.adapters: dict[str, str] = {}
         """Name → folder of the LoRA adapters. An engine that connects without them is told to load them."""
@@ -278,6 +283,7 @@ class EngineClient:
                     self._on_ready(self.engine)
                 case messages.Stopping():
                     self._stopping = True
+                    self._on_stopping()
                 case messages.Stopped():
                     self._send(messages.Disconnect())
                     self._connection.mark_lost()
@@ -341,6 +347,7 @@ class EngineClient:
         if self._closed:
             return
         self._receive(all=True)
+        self.suspects = self._connection.suspects()
         self._connection.close()
         self._stats, self._clock_offset, self._stopping = messages.Stats(), None, False
         if not self._refusing:

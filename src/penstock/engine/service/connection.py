@@ -15,6 +15,7 @@ from zmq.utils.monitor import parse_monitor_message
 from . import messages
 from .curve import secure_client
 from .heartbeat import Heartbeat
+from .step_record import StepRecord
 
 HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT = 1.0, 8.0
 """Interval and timeout of ZeroMQ's heartbeats over TCP, seconds. After the timeout the connection is considered lost:
@@ -82,6 +83,10 @@ class EngineConnection(ABC):
         """Seconds for which no thread of the engine process has run; 0 if unknown."""
         return 0.0
 
+    def suspects(self) -> frozenset[int]:
+        """``EngineRequest.uid`` of the requests in the fatal step of the engine, which has died; empty if unknown."""
+        return frozenset()
+
     def confirm(self, engine: messages.Ready) -> None:
         """Start to monitor the engine that has answered. Raises ``ProcessLookupError`` if it has died already."""
         self.confirmed = True
@@ -111,6 +116,10 @@ class LocalConnection(EngineConnection):
     def _watch_connection(self) -> None:
         self._pidfd = -1
         self._heartbeat: Heartbeat | None = None
+        self._step_record: StepRecord | None = None
+
+    def suspects(self) -> frozenset[int]:
+        return self._step_record.read(self._pid) if self._step_record else frozenset()
 
     @property
     def age(self) -> float:
@@ -127,7 +136,9 @@ class LocalConnection(EngineConnection):
     def confirm(self, engine: messages.Ready) -> None:
         self._pidfd = os.pidfd_open(engine.pid)
         self._loop.add_reader(self._pidfd, self._on_exit)
+        self._pid = engine.pid
         self._heartbeat = Heartbeat(self._address)
+        self._step_record = StepRecord(self._address)
         super().confirm(engine)
 
     def on_message(self, message: messages.FromEngine) -> None:
@@ -145,6 +156,9 @@ class LocalConnection(EngineConnection):
         if self._heartbeat:
             self._heartbeat.close()
             self._heartbeat = None
+        if self._step_record:
+            self._step_record.close()
+            self._step_record = None
         super().close()
 
     def _on_exit(self) -> None:

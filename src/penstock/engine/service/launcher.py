@@ -22,6 +22,7 @@ from penstock.core import Code, PenstockError
 from ..exit_status import exit_reason
 from . import messages
 from .heartbeat import Heartbeat
+from .step_record import StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,9 @@ class EngineProcess:
         self.address = f"ipc://{self._folder.path}/engine"
         self._iteration_timeout = options.engine_iteration_timeout
         self._heartbeat = Heartbeat(self.address)
+        self._step_record = StepRecord(self.address)
+        self._suspects: list[int] = []
+        """Requests in the fatal step of the last process."""
         self._process: Process | None = None
         self._restart_limit = RestartLimit()
         self.ready: messages.Ready | None = None
@@ -97,7 +101,9 @@ class EngineProcess:
             logger.error("%s (process %d) ended: %s", self._name, self._process.pid, exit_reason(status))
             if not self.restarts:
                 return
-            self._restart_limit.record_exit()
+            self._suspects = list(self._step_record.read(self._process.pid))
+            if not self._step_record.has_repeated(self._process.pid):  # a suspect explains the death, and fails soon
+                self._restart_limit.record_exit()
             if self._restart_limit.is_exceeded:
                 message = "%s has died %d times within %d seconds and is not restarted"
                 logger.error(message, self._name, MAX_DEATHS, DEATH_WINDOW)
@@ -119,6 +125,7 @@ class EngineProcess:
         if self._process is not None:
             status = await terminate(self._process, self._drain_timeout + EXIT_TIMEOUT, kill=self.ready is None)
         self._heartbeat.close()
+        self._step_record.close()
         self._folder.close()
         return status
 
@@ -166,7 +173,7 @@ class EngineProcess:
         self._process = process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         assert process.stdin is not None
         assert process.stdout is not None
-        start = messages.Start(self.options, self._logs, os.getpid(), self._replica, self.weights)
+        start = messages.Start(self.options, self._logs, os.getpid(), self._replica, self.weights, self._suspects)
         process.stdin.write(msgspec.json.encode(start))
         process.stdin.close()
         line = await process.stdout.readline()

@@ -14,7 +14,7 @@ from penstock.core.sampling import MAX_SEQUENCES
 from .actions import EngineAction, EngineState
 from .snapshot import Snapshot
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of this protocol. Engines and clients on different hosts must have the same version."""
 KEEP_ALIVE_INTERVAL = 1.0
 """Interval between two ``KeepAlive`` messages of a client, seconds."""
@@ -26,6 +26,8 @@ ENGINE_ASLEEP = Failure(Code.UNAVAILABLE, "the engine sleeps; wake it up, then t
 """Error of requests that arrive while the engine sleeps."""
 ENGINE_STOPPING = Failure(Code.UNAVAILABLE, "the engine is stopping; try again later")
 """Error of requests that arrive after the engine has sent ``Stopping``."""
+ENGINE_STOPPED = Failure(Code.UNAVAILABLE, "the engine has stopped before the request ended; try again later")
+"""Error of requests that have not ended within ``drain_timeout``."""
 
 # --- From clients to the engine --------------------------------------------------------------------------------------
 
@@ -124,6 +126,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The option ``enable_prefix_caching``."""
     role: str = "mixed"
     """Role of the engine: ``mixed``, ``prefill`` or ``decode``."""
+    max_waiting: int = 0
+    """The option ``max_waiting``."""
     state: EngineState = EngineState()
     """Weights, pause and sleep state of the engine."""
     tokenizer_version: str = ""
@@ -132,6 +136,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """Address (host:port) from which decode instances pull KV; empty unless this is a prefill instance."""
     engine_address: str = ""
     """Address (host:port, with the bound port) for routers; empty without the option ``engine_address``."""
+    suspects: list[int] = []
+    """``EngineRequest.uid`` of the requests in the fatal step of the engine's previous process, if that died."""
     protocol: int = 0
     """``PROTOCOL`` of the engine's version of Penstock."""
     version: str = ""
@@ -384,6 +390,8 @@ class Start(msgspec.Struct, frozen=True):
     """Index of the data-parallel replica."""
     weights: str = ""
     """Folder of the weights to load; empty: the option ``model``."""
+    suspects: list[int] = []
+    """See ``Ready.suspects``."""
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import math
 import random
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import msgspec
 
-from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta, Vocabulary
+from penstock.config.options import EngineOptions
+from penstock.core import Code, EngineRequest, Failure, GeneratedSequence, PenstockError, TokenDelta, Vocabulary
+from penstock.core.requests import ISOLATED_DEATHS
 
 from . import messages
 from .actions import EngineState, Inspect, LoadAdapter, ResetPrefixCache, Synchronize, UnloadAdapter
@@ -21,11 +27,34 @@ from .prefix_index import PrefixIndex
 from .replica import OpenRequest, Replica
 from .snapshot import Snapshot
 
+logger = logging.getLogger(__name__)
+
 MAX_OVERDUE = 2.0
 """Seconds by which an engine's heartbeat or message may be overdue before other engines are preferred."""
 INSPECT_TIMEOUT = 2.0
 """Maximum seconds to wait for an engine's snapshot."""
 NO_ENGINE = Failure(Code.UNAVAILABLE, "no instance is available to answer; try again soon")
+
+
+MOVED = "the engine that began the request was lost, and none that computes the same bits is available"
+"""Reason why a request with output cannot continue."""
+
+
+class ResumePolicy(NamedTuple):
+    """How requests continue after their engine was lost."""
+
+    timeout: float = 60.0
+    """Maximum seconds to wait for another engine; 0: requests with output fail at once."""
+    across_fingerprints: bool = False
+    """Continue on an engine whose results may differ: other kernels or weights, or kernels that are not
+    batch-invariant."""
+
+    @classmethod
+    def of(cls, options: EngineOptions) -> ResumePolicy:
+        return cls(options.resume_timeout if options.resume else 0.0, options.resume_across_fingerprints)
+
+
+RESUME = ResumePolicy()
 
 
 class EnginePool:
@@ -43,11 +72,17 @@ class EnginePool:
     If there are prefill instances, and the replica would have to compute ``min_prefill_tokens`` or more, the request
     lists the prefill instances, in ascending order of the prompt tokens that they have to compute.
 
+    When an engine is lost, its requests continue on another one, from the output that has arrived: the same engine
+    process started again, a replica, or another instance. Until one is available they wait, as new requests do.
+
     Args:
         addresses: ZeroMQ addresses of the engines started by this server.
         on_deltas: called with deltas of this pool's requests, and the version of their engine's weights.
-        on_lost: called with the reason and the ids of the lost requests when an engine is lost. A request that has no
-            tokens yet is not lost if another replica can run it.
+        on_lost: called with a reason and the ids of requests that cannot continue.
+        get_output: returns the output so far of each sequence of a request, by index.
+        on_moved: called with the ids of requests that have lost their engine and continue, and the reason:
+            ``engine_died``, ``engine_lost`` or ``engine_stopping``.
+        resume: how requests continue.
         get_vocabulary: see ``EngineClient``.
         on_cancel: see ``EngineClient``.
         request_cost: the option ``data_parallel_request_cost``.
@@ -60,14 +95,24 @@ class EnginePool:
         addresses: Sequence[str],
         on_deltas: Callable[[list[TokenDelta], str], None],
         on_lost: Callable[[Failure, Collection[str]], None],
+        get_output: Callable[[str], Sequence[GeneratedSequence]],
+        on_moved: Callable[[Collection[str], str], None],
         get_vocabulary: Callable[[], Vocabulary],
         on_cancel: Callable[[list[str]], None],
         request_cost: int,
         min_prefill_tokens: int = 0,
         secret: bytes = b"",
+        resume: ResumePolicy = RESUME,
     ) -> None:
         self._on_deltas = on_deltas
         self._on_lost = on_lost
+        self._get_output = get_output
+        self._on_moved = on_moved
+        self._resume = resume
+        self._last_engine: messages.Ready | None = None
+        """Last report returned by ``require_engine``."""
+        self._lost_at = -math.inf
+        """Time since which no engine is available, monotonic clock, as far as noticed."""
         self._get_vocabulary = get_vocabulary
         self._on_cancel = on_cancel
         self._request_cost = request_cost
@@ -109,6 +154,7 @@ class EnginePool:
             lambda stats: self._on_replica_stats(replica, stats),
             self._on_replica_adapters,
             lambda engine: self._on_replica_ready(replica, engine),
+            lambda: self._on_replica_stopping(replica),
             self._secret,
         )
         replica = Replica(number, client, instance)
@@ -118,7 +164,7 @@ class EnginePool:
 
     def _remove_idle(self) -> None:
         """Disconnect from instances that are leaving and have no open request."""
-        busy = {entry.replica for entry in self._open.values()}
+        busy = {entry.replica for entry in self._open.values() if entry.replica}
         for replica in [replica for replica in self._replicas if replica.leaving and replica not in busy]:
             self._replicas.remove(replica)
             self._prefixes.remove_replica(replica.number)
@@ -183,6 +229,18 @@ class EnginePool:
         available, for example because all sleep."""
         engine = _common([replica.require_engine() for replica in self._available()])
         assert engine
+        return engine
+
+    def known_engine(self) -> messages.Ready:
+        """Report of the available engines (see ``engine``). While they restart, their last report: new requests wait
+        for them. Raises ``PenstockError`` as ``require_engine`` if none is expected within the resume timeout."""
+        try:
+            engine = self.require_engine()
+        except PenstockError as error:
+            if self._last_engine is None or not self._may_wait(error):
+                raise
+            return self._last_engine
+        self._last_engine, self._lost_at = engine, math.inf
         return engine
 
     @property
@@ -282,23 +340,94 @@ class EnginePool:
         self._changed.set()
         for replica in self._replicas:
             replica.client.stop_serving(failure)
+        self._fail_waiting(failure)
 
     async def close(self) -> None:
         """Fail open requests, and disconnect from all engines."""
         self._refusing = self._refusing or STOPPING
+        self._fail_waiting(self._refusing)
         await asyncio.gather(*(replica.client.close() for replica in self._replicas), *self._closing)
 
     # --- Requests ---------------------------------------------------------------------------------------------------
 
-    def add(self, request: EngineRequest, full: frozenset[Replica] = frozenset()) -> None:
-        """Send a request to a replica that is not in ``full``. Call ``release`` when the request has ended.
+    def add(self, request: EngineRequest) -> None:
+        """Send a request to a replica, or keep it until one is available. Call ``release`` when it has ended.
 
-        Raises ``PenstockError``: ``unavailable`` (see ``require_engine``), ``overloaded`` if all available replicas are
-        in ``full``, and the errors of ``EngineClient.add``.
+        Raises ``PenstockError``: ``unavailable`` as ``known_engine``, ``overloaded`` if ``max_waiting`` new requests
+        wait for a replica, and as ``EngineClient.add``.
         """
-        available = [replica for replica in self._available() if replica not in full]
+        if request.sampling.seed is None and not request.sampling.greedy:  # the same on every engine
+            sampling = request.sampling.replace(seed=random.getrandbits(63))
+            request = msgspec.structs.replace(request, sampling=sampling)
+        request = msgspec.structs.replace(request, uid=random.getrandbits(64))
+        entry = OpenRequest(request)
+        try:
+            self._assign(entry)
+        except PenstockError as error:
+            if not self._may_wait(error):
+                raise
+            self._check_queue()
+            self._wait(entry)
+        self._open[request.request_id] = entry
+
+    def release(self, request_id: str, abort: bool, output: list[int] | None = None) -> None:
+        """Remove a request.
+
+        Args:
+            abort: it has not ended: abort it in the engine.
+            output: tokens of its first sequence, for the prefix index.
+        """
+        if (entry := self._open.pop(request_id, None)) is None:
+            return
+        entry.stop_waiting()
+        if (replica := entry.replica) is None:
+            return
+        if abort:
+            replica.client.notify(messages.Abort(request_id))
+        if self._has_choice:
+            self._prefixes.insert(entry.request, output or [], replica.number)
+        if replica.leaving:
+            self._remove_idle()
+
+    def abort(self, request_id: str) -> None:
+        """Cancel a request. ``release`` must still be called."""
+        if entry := self._open.get(request_id):
+            entry.aborted = True
+            entry.mark_started()
+            entry.stop_waiting()
+            entry.notify(messages.Abort(request_id))
+
+    def finish_sequence(self, request_id: str, sequence: int) -> None:
+        """End a sequence after a stop string was found in its text."""
+        if entry := self._open.get(request_id):
+            entry.notify(messages.FinishSequence(request_id, sequence))
+
+    def pause(self, request_id: str, paused: bool) -> None:
+        """Pause or resume a request's sequences."""
+        if entry := self._open.get(request_id):
+            entry.paused = paused
+            entry.notify(messages.Pause(request_id, paused))
+
+    def _assign(self, entry: OpenRequest) -> None:
+        """Send a request to a replica, with its output so far. Raises ``PenstockError`` as ``add``."""
+        available = [replica for replica in self._available() if replica not in entry.full]
         if not available:
-            raise PenstockError(Code.OVERLOADED, f"the queues of all {len(full)} replicas are full; try again later")
+            raise PenstockError(
+                Code.OVERLOADED, f"the queues of all {len(entry.full)} replicas are full; try again later"
+            )
+        request = entry.request
+        if entry.engine:
+            available = [replica for replica in available if self._can_continue(entry, replica)]
+            if not available:
+                raise PenstockError(Code.UNAVAILABLE, MOVED)
+        if entry.started:
+            output = tuple(self._get_output(request.request_id))
+            if all(sequence.finished for sequence in output):
+                entry.stop_waiting()  # nothing is left to compute
+                return
+            request = msgspec.structs.replace(request, resumed=output)
+        if entry.deaths:
+            request = msgspec.structs.replace(request, deaths=entry.deaths)
         cached = self._cached_tokens(request)
         replica = self._route(request, available, cached)
         uncached = len(request.prompt) - cached[replica]
@@ -308,34 +437,70 @@ class EnginePool:
                 self._prefixes.insert(request, [], computing.number)
         addresses = tuple([replica.kv_address for replica in prefills])
         replica.client.add(msgspec.structs.replace(request, prefill=addresses) if addresses else request)
-        self._open[request.request_id] = OpenRequest(request, replica, uncached, prefills, full)
+        entry.assign(replica, uncached, prefills)
+        if entry.paused:
+            entry.notify(messages.Pause(request.request_id, True))
 
-    def release(self, request_id: str, abort: bool) -> None:
-        """Remove a request. ``abort``: the request has not ended, so abort it in the engine."""
-        if (entry := self._open.pop(request_id, None)) is None:
-            return
-        if abort:
-            entry.replica.client.notify(messages.Abort(request_id))
-        if self._has_choice:
-            self._prefixes.insert(entry.request, entry.output, entry.replica.number)
-        if entry.replica.leaving:
-            self._remove_idle()
+    # --- Waiting for an engine --------------------------------------------------------------------------------------
 
-    def abort(self, request_id: str) -> None:
-        """Cancel a request. ``release`` must still be called."""
-        if entry := self._open.get(request_id):
-            entry.mark_started()
-            entry.replica.client.notify(messages.Abort(request_id))
+    def _may_wait(self, error: PenstockError) -> bool:
+        """True if a request that failed with ``error`` may wait for an engine: there was one, which was lost less than
+        the resume timeout ago."""
+        if error.failure.code is not Code.UNAVAILABLE or error.failure == messages.ENGINE_ASLEEP or self._refusing:
+            return False
+        now = time.monotonic()
+        self._lost_at = min(self._lost_at, now)
+        return self._last_engine is not None and now - self._lost_at < self._resume.timeout
 
-    def finish_sequence(self, request_id: str, sequence: int) -> None:
-        """End a sequence after a stop string was found in its text."""
-        if entry := self._open.get(request_id):
-            entry.replica.client.notify(messages.FinishSequence(request_id, sequence))
+    def _check_queue(self) -> None:
+        """Raise ``PenstockError`` (``overloaded``) if ``max_waiting`` new requests wait for an engine."""
+        assert self._last_engine
+        count = sum(entry.waiting is not None and not entry.started for entry in self._open.values())
+        if count >= (limit := self._last_engine.max_waiting):
+            message = f"{count} requests wait for the engine, which restarts"
+            raise PenstockError(Code.OVERLOADED, message, "max_waiting", limit)
 
-    def pause(self, request_id: str, paused: bool) -> None:
-        """Pause or resume a request's sequences."""
-        if entry := self._open.get(request_id):
-            entry.replica.client.notify(messages.Pause(request_id, paused))
+    def _wait(self, entry: OpenRequest) -> None:
+        """Keep a request until an engine is available, for at most the resume timeout."""
+
+        def fail() -> None:
+            entry.waiting = None
+            message = f"{MOVED if entry.engine else NO_ENGINE.message} (resume_timeout: {self._resume.timeout:g} s)"
+            self._fail([entry.request.request_id], Failure(Code.UNAVAILABLE, message))
+
+        if entry.waiting is None:
+            entry.waiting = asyncio.get_running_loop().call_later(self._resume.timeout, fail)
+
+    def _continue_waiting(self) -> None:
+        """Send the waiting requests, in order of arrival, to engines that have become available."""
+        waiting = [entry for entry in self._open.values() if entry.waiting]
+        for entry in waiting:
+            try:
+                self._assign(entry)
+            except PenstockError as error:
+                if self._may_wait(error):
+                    continue
+                self._fail([entry.request.request_id], error.failure)
+
+    def _can_continue(self, entry: OpenRequest, replica: Replica) -> bool:
+        """True if a replica computes the rest of a request's output with the same bits."""
+        old, new, adapter = entry.engine, replica.engine, entry.request.adapter
+        if old is None or new is None or (adapter and not replica.has_adapter(adapter)):
+            return False
+        if self._resume.across_fingerprints:
+            return True
+        same = (old.fingerprint, old.weights_version) == (new.fingerprint, new.weights_version)
+        return same and old.batch_invariant and new.batch_invariant
+
+    def _fail_waiting(self, failure: Failure) -> None:
+        self._fail([name for name, entry in self._open.items() if entry.waiting], failure)
+
+    def _fail(self, names: list[str], failure: Failure) -> None:
+        """End requests that cannot continue."""
+        for name in names:
+            self._open.pop(name).stop_waiting()
+        if names:
+            self._on_lost(failure, names)
 
     # --- Routing ----------------------------------------------------------------------------------------------------
 
@@ -423,7 +588,8 @@ class EnginePool:
         """Load of each replica: prompt tokens not computed yet, plus ``request_cost`` per open request."""
         loads = {replica: self._request_cost * replica.num_other_requests for replica in self._replicas}
         for entry in self._open.values():
-            loads[entry.replica] = loads.get(entry.replica, 0) + self._request_cost + entry.cost
+            if entry.replica:
+                loads[entry.replica] = loads.get(entry.replica, 0) + self._request_cost + entry.cost
         return loads
 
     def _room(self, replica: Replica) -> float:
@@ -433,7 +599,7 @@ class EnginePool:
         if engine is None or not stats.blocks:  # the engine has sent no statistics yet
             return float("inf")
         free = (stats.blocks - stats.blocks_used) * engine.block_size
-        waiting = (entry for entry in self._open.values() if entry.replica is replica and entry.retriable)
+        waiting = (entry for entry in self._open.values() if entry.replica is replica and not entry.started)
         return free - sum(len(entry.request.prompt) for entry in waiting)
 
     # --- Callbacks of the replicas ----------------------------------------------------------------------------------
@@ -442,23 +608,34 @@ class EnginePool:
         forwarded = []
         for delta in deltas:
             if entry := self._open.get(delta.request_id):
-                if entry.replica is not replica or (_is_rejected(delta) and self._retry(delta.request_id, replica)):
+                if entry.replica is not replica or (_is_rejected(delta) and self._retry(entry, replica)):
                     continue  # the request runs on another replica now
-                entry.mark_started()
-                if self._has_choice and delta.sequence == 0:
-                    entry.output += delta.token_ids
+                entry.engine = replica.client.engine
+                if not entry.started:
+                    if delta.prompt_logprobs:
+                        delta = entry.without_repeated(delta)
+                    entry.started = bool(delta.token_ids or delta.finished)
+                    entry.mark_started()
             forwarded.append(delta)
         self._on_deltas(forwarded, engine.state.weights_version if (engine := replica.client.engine) else "")
 
     def _on_replica_ready(self, replica: Replica, engine: messages.Ready) -> None:
         """Called when an engine has connected, and when its state has changed."""
+        if engine.pid != replica.pid:
+            replica.pid = engine.pid
+            if replica.instance:  # a local engine's are known when it dies
+                self._count_deaths(frozenset(engine.suspects))
         if replica.weights_version != engine.weights_version:
             replica.weights_version = engine.weights_version
             self._prefixes.remove_replica(replica.number)
         self._changed.set()
+        if (known := self.engine) is not None:
+            self._last_engine, self._lost_at = known, math.inf
+        self._continue_waiting()
 
     def _on_replica_stats(self, replica: Replica, stats: messages.Stats) -> None:
         replica.num_other_requests = stats.requests_of_others
+        self._continue_waiting()  # an engine may have loaded an adapter, or answer again
 
     def _on_replica_adapters(self, adapters: dict[str, str]) -> None:
         """Called when an engine's adapters have changed. Engines that are not connected load them when they connect."""
@@ -469,28 +646,71 @@ class EnginePool:
     def _on_replica_lost(self, replica: Replica, failure: Failure) -> None:
         replica.num_other_requests = 0
         self._prefixes.remove_replica(replica.number)
+        if self._refusing:
+            self._on_lost(failure, [name for name, entry in self._open.items() if entry.replica is replica])
+            return
+        self._count_deaths(replica.client.suspects)
         lost = [name for name, entry in self._open.items() if entry.replica is replica]
-        if not self._refusing:
-            lost = [name for name in lost if not self._retry(name)]
-            for name in lost:
-                del self._open[name]  # ``release`` would record the prefix as cached, but the engine has lost it
-            self._remove_idle()
-        self._on_lost(failure, lost)
+        continued = [name for name in lost if self._retry(self._open[name])]
+        failed = [name for name in lost if name not in continued]
+        self._remove_idle()
+        if lost:
+            message = "%s: %d of its %d requests continue on another engine or wait for one"
+            logger.warning(message, failure.message, len(continued), len(lost))
+        self._on_moved(continued, "engine_died" if replica.instance is None else "engine_lost")
+        self._fail(failed, failure)
 
-    def _retry(self, name: str, full: Replica | None = None) -> bool:
-        """Send a request without output to another replica. Returns False if the request has output, or if no replica
-        is available.
+    def _on_replica_stopping(self, replica: Replica) -> None:
+        """Move the requests of an instance that is stopping to other instances, so that it need not wait for their end.
+        Those that cannot continue elsewhere finish there. Engines of this server finish all their requests."""
+        if replica.instance is None or not self._resume.timeout:
+            return
+        moved = []
+        for name, entry in self._open.items():
+            if entry.replica is not replica or entry.aborted:
+                continue
+            with suppress(PenstockError):
+                self._assign(entry)
+                replica.client.notify(messages.Abort(name))
+                moved.append(name)
+        if moved:
+            logger.info("%s is stopping: %d requests continue on other instances", replica.client.name, len(moved))
+        self._on_moved(moved, "engine_stopping")
+        self._remove_idle()
+
+    def _count_deaths(self, suspects: frozenset[int]) -> None:
+        """Count the death of an engine for the requests of its fatal step. Fail the request that was computed alone
+        because earlier engines had died in steps with it."""
+        for name, entry in list(self._open.items()):
+            if entry.request.uid in suspects:
+                alone = len(suspects) == 1 and entry.deaths >= ISOLATED_DEATHS
+                entry.deaths += 1
+                if alone:
+                    entry.notify(messages.Abort(name))
+                    message = (
+                        f"{entry.deaths} engines died while they computed this request, the last one with no other"
+                    )
+                    self._fail([name], Failure(Code.INTERNAL, message))
+
+    def _retry(self, entry: OpenRequest, full: Replica | None = None) -> bool:
+        """Continue a request on another replica, or keep it until one is available. Returns False if it cannot
+        continue.
 
         Args:
             full: replica that has rejected the request.
         """
-        entry = self._open[name]
-        if not entry.retriable:
+        if entry.aborted or (entry.engine and not self._resume.timeout):
             return False
+        entry.replica, entry.prefill = None, None
+        if full:
+            entry.full |= {full}
         try:
-            self.add(entry.request, entry.full | {full} if full else entry.full)
-        except PenstockError:
-            return False
+            self._assign(entry)
+        except PenstockError as error:
+            if not self._may_wait(error):
+                return False
+            entry.full = frozenset()
+            self._wait(entry)
         return True
 
 
@@ -510,8 +730,9 @@ def _needs_hidden_states(request: EngineRequest) -> bool:
 
 
 def _is_rejected(delta: TokenDelta) -> bool:
-    """True if a replica has rejected the request because the queue is full or the engine is stopping."""
+    """True if a replica has rejected the request because its queue is full or the engine is stopping."""
     failure = delta.failure
     if failure is None:
         return False
-    return failure == messages.ENGINE_STOPPING or (failure.code is Code.OVERLOADED and failure.field == "max_waiting")
+    full = failure.code is Code.OVERLOADED and failure.field == "max_waiting"
+    return full or failure in (messages.ENGINE_STOPPING, messages.ENGINE_STOPPED)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import msgspec
+
 from penstock.config.addresses import reachable, split_address
-from penstock.core import Code, EngineRequest, PenstockError
+from penstock.core import Code, EngineRequest, PenstockError, TokenDelta
 
 from . import messages
 from .client import EngineClient
@@ -26,6 +30,8 @@ class Replica:
         """Number of open requests of other processes, from the replica's last statistics."""
         self.weights_version = ""
         """Version of the weights to which the replica's entries in the ``PrefixIndex`` belong."""
+        self.pid = 0
+        """Process id of the engine that was connected last."""
         self.leaving = False
         """True if the replica gets no new requests, and is removed once its open requests have ended."""
 
@@ -75,31 +81,69 @@ class Replica:
 
 
 class OpenRequest:
-    """A request that has not ended.
+    """A request that has not ended."""
 
-    Args:
-        cost: number of uncached prompt tokens.
-        prefills: prefill instances that may compute the prompt, in order of preference; empty: ``replica`` computes it.
-        full: replicas that have rejected the request, because their queue was full or they were stopping.
-    """
+    __slots__ = (
+        *("_num_repeated", "aborted", "cost", "deaths", "engine", "full", "num_prompt_logprobs", "paused", "prefill"),
+        *("prefill_cost", "replica", "request", "started", "waiting"),
+    )
 
-    __slots__ = ("cost", "full", "output", "prefill", "prefill_cost", "replica", "request", "retriable")
-
-    def __init__(
-        self, request: EngineRequest, replica: Replica, cost: int, prefills: list[Replica], full: frozenset[Replica]
-    ) -> None:
+    def __init__(self, request: EngineRequest) -> None:
         self.request = request
+        """The request as the client sent it, without ``resumed``."""
+        self.replica: Replica | None = None
+        """Replica that computes it; None while it waits for one."""
+        self.prefill: Replica | None = None
+        """Prefill instance expected to compute the prompt."""
+        self.cost = self.prefill_cost = 0
+        """Number of prompt tokens still to be computed by ``replica`` and by ``prefill``."""
+        self.full: frozenset[Replica] = frozenset()
+        """Replicas that had no room for it or were stopping."""
+        self.engine: messages.Ready | None = None
+        """Report of the engine that generated the output so far; None without output."""
+        self.started = False
+        """True once the first token or the end has arrived."""
+        self.aborted = False
+        self.deaths = 0
+        """Number of engines that died in a step with it."""
+        self.paused = False
+        self.waiting: asyncio.TimerHandle | None = None
+        """Timer that fails the request while it waits for a replica."""
+        self.num_prompt_logprobs = self._num_repeated = 0
+        """Number of prompt positions whose logprobs have arrived, and number of those that ``replica`` returns again
+        because it computes the prompt from the beginning."""
+
+    def assign(self, replica: Replica, cost: int, prefills: list[Replica]) -> None:
+        """Record that it was sent to a replica.
+
+        Args:
+            cost: number of uncached tokens.
+            prefills: prefill instances that may compute the prompt, the preferred one first; empty: the replica does.
+        """
         self.replica = replica
         self.prefill = prefills[0] if prefills else None
-        """Prefill instance that is expected to compute the prompt; None: ``replica`` computes it."""
         self.prefill_cost, self.cost = (cost, 0) if prefills else (0, cost)
-        """Number of prompt tokens that ``prefill`` has not computed yet, and the same for ``replica``."""
-        self.full = full
-        self.retriable = True
-        """True if the request can run on another replica: no token has arrived, and it was not aborted."""
-        self.output: list[int] = []
-        """Output tokens of the first sequence. Recorded only if there are several replicas."""
+        self._num_repeated = self.num_prompt_logprobs
+        self.stop_waiting()
+
+    def without_repeated(self, delta: TokenDelta) -> TokenDelta:
+        """The delta without the prompt logprobs that another replica has returned already."""
+        logprobs = delta.prompt_logprobs or []
+        new = logprobs[self._num_repeated :]
+        self._num_repeated -= len(logprobs) - len(new)
+        self.num_prompt_logprobs += len(new)
+        return delta if len(new) == len(logprobs) else msgspec.structs.replace(delta, prompt_logprobs=new or None)
+
+    def notify(self, message: messages.ToEngine) -> None:
+        """Send a message about the request to its engine."""
+        if self.replica:
+            self.replica.client.notify(message)
 
     def mark_started(self) -> None:
-        """Record that the first token has arrived, or that the request was aborted."""
-        self.retriable, self.cost, self.prefill_cost = False, 0, 0
+        """Called when output has arrived, or the request was aborted."""
+        self.cost = self.prefill_cost = 0
+
+    def stop_waiting(self) -> None:
+        if self.waiting:
+            self.waiting.cancel()
+            self.waiting = None

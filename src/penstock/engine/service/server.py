@@ -29,7 +29,7 @@ import zmq
 
 from penstock.config import logs
 from penstock.config.addresses import join_address, split_address
-from penstock.config.options import EngineOptions, LogOptions
+from penstock.config.options import EngineOptions
 from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta
 from penstock.core.errors import invalid
 from penstock.core.machine_errors import start_failure
@@ -46,6 +46,7 @@ from .curve import secure_server
 from .heartbeat import Heartbeat
 from .instance import tokenizer_version
 from .snapshot import Snapshot
+from .step_record import StepRecord
 
 if TYPE_CHECKING:
     from penstock.tracing import Tracer
@@ -80,19 +81,11 @@ class EngineServer:
     Args:
         address: ZeroMQ address to bind, ``ipc://…``.
         report: file to which ``messages.StartReport`` is written.
-        replica: index of the data-parallel replica.
-        weights: folder of the weights to load; empty: the option ``model``.
+        start: parameters of the engine.
     """
 
-    def __init__(
-        self,
-        address: str,
-        options: EngineOptions,
-        logs: LogOptions,
-        report: BinaryIO,
-        replica: int = 0,
-        weights: str = "",
-    ) -> None:
+    def __init__(self, address: str, report: BinaryIO, start: messages.Start) -> None:
+        options = start.options
         self._socket = _router_socket()
         self._socket.bind(address)
         self._remote: zmq.Socket[bytes] | None = None
@@ -108,11 +101,13 @@ class EngineServer:
         """True if ``Stopping`` was sent to the clients."""
         self._poller.register(self._signals, zmq.POLLIN)  # SIGTERM ends a wait for messages
         self._options = options
-        self._replica = replica
-        self._weights = weights
-        self._logs = logs
+        self._replica = start.replica
+        self._weights = start.weights
+        self._suspects = start.suspects
+        self._logs = start.logs
         self._report = report
         self._heartbeat = Heartbeat(address)
+        self._step_record = StepRecord(address)
         self._step_times = StepTimes(FIRST_STEP_TIMEOUT_FACTOR * options.engine_iteration_timeout)
         self._step_in_progress: tuple[int, float] | None = None
         """Number of tokens and start time (monotonic clock) of the current step; None between steps."""
@@ -179,6 +174,7 @@ class EngineServer:
             self._options = _choose_gpus(self._options, self._replica)
         self._engine = engine = Engine(self._options, self._logs, self._weights)
         engine.before_step = self._before_step
+        engine.record_step = self._step_record.write
         self._tracer = start_tracer(
             self._logs, f"{role}-engine" if (role := self._options.role) != "mixed" else "engine"
         )
@@ -203,10 +199,12 @@ class EngineServer:
             iteration_timeout=self._options.engine_iteration_timeout,
             prefix_caching=self._options.enable_prefix_caching,
             role=self._options.role,
+            max_waiting=self._options.max_waiting,
             state=self._sent_state,
             kv_address=connector.address if connector else "",
             tokenizer_version=tokenizer_version(self._options.model),
             engine_address=self._engine_address,
+            suspects=list(self._suspects),
             protocol=messages.PROTOCOL,
             version=__version__,
         )
@@ -218,6 +216,8 @@ class EngineServer:
             if engine.has_pending:
                 self._heartbeat.beat(CHANGE_TIMEOUT)
             deltas = engine.step()
+            if engine.failure:  # the clients continue these requests on another engine
+                deltas = [delta for delta in deltas if delta.failure != engine.failure]
             self._after_step()
             if self._actions.pending:
                 self._broadcast_state()  # clients must know new weights before their output arrives
@@ -290,8 +290,7 @@ class EngineServer:
         while not self._receive(0):
             pass
         for request_id in self._engine.scheduler.request_ids():
-            failure = Failure(Code.UNAVAILABLE, "the engine has stopped before the request ended; try again later")
-            self._send(self._engine.scheduler.abort(request_id, failure))
+            self._send(self._engine.scheduler.abort(request_id, messages.ENGINE_STOPPED))
         waited_for, deadline = set(self._remote_clients), time.monotonic() + DISCONNECT_TIMEOUT
         for client in waited_for:
             self._send_to(client, messages.Stopped())
@@ -617,7 +616,7 @@ def main() -> None:
     logs.set_up(start.logs, "engine")
     status = 0
     try:
-        EngineServer(sys.argv[1], start.options, start.logs, report, start.replica, start.weights).run()
+        EngineServer(sys.argv[1], report, start).run()
     except SystemExit as error:
         assert isinstance(error.code, int)
         status = error.code

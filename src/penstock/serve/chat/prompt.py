@@ -121,7 +121,7 @@ class ChatPrompt:
         if request.truncate_prompt_tokens is None:
             return prompt
         max_tokens = request.max_completion_tokens or request.max_tokens or 1
-        room = gateway.engine_pool.require_engine().max_model_len - max_tokens
+        room = gateway.engine_pool.known_engine().max_model_len - max_tokens
         return msgspec.structs.replace(prompt, token_ids=truncate(prompt.token_ids, request, room))
 
     def _check_images(self) -> None:

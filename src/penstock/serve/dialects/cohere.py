@@ -106,7 +106,7 @@ class EmbedHandler(PoolingHandler):
         truncates = request.truncate != "NONE"
         if request.max_tokens and not truncates:
             raise invalid("max_tokens", "requires truncate START or END, not NONE")
-        maximum = service.gateway.engine_pool.require_engine().max_model_len
+        maximum = service.gateway.engine_pool.known_engine().max_model_len
         limit = min(request.max_tokens or maximum, maximum)
         shared = PoolingRequest(
             model=request.model,

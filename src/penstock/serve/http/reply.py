@@ -16,7 +16,7 @@ from penstock.config.secrets import mask_values
 from penstock.core import Code, Failure, PenstockError
 
 from .error_format import ErrorFormat
-from .request_record import record_of
+from .request_record import RequestRecord, record_of
 from .status import headers
 from .unexpected import unexpected
 
@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 CLIENT_DISCONNECTED = Failure(Code.CANCELLED, "the client disconnected")
 SERVER_SENT_EVENTS = b"text/event-stream; charset=utf-8"
+WAITING = b": waiting\n\n"
+"""Comment in a stream whose request waits to continue after the loss of its engine, so that proxies keep it open."""
+COMMENT_INTERVAL = 5.0
+"""Seconds between two such comments."""
 DONE = b"data: [DONE]\n\n"
 """Last event of a stream in OpenAI's API."""
 encode = msgspec.json.Encoder().encode
@@ -93,6 +97,7 @@ class Reply(Response):
         self._error_format = error_format
         self._streamed = streamed
         self._media_type = media_type
+        self._next_comment: asyncio.TimerHandle | None = None
 
     @classmethod
     def of(
@@ -120,17 +125,30 @@ class Reply(Response):
         watcher = asyncio.create_task(_disconnected(receive))
         watcher.add_done_callback(on_disconnect)
         try:
-            record.failure = await self._run(send)
+            record.failure = await self._run(send, record)
         except asyncio.CancelledError:
             if not disconnected:
                 raise
             task.uncancel()
             record.failure = CLIENT_DISCONNECTED
         finally:
+            if self._next_comment:
+                self._next_comment.cancel()
             watcher.remove_done_callback(on_disconnect)
             watcher.cancel()
 
-    async def _run(self, send: Send) -> Failure | None:
+    def _comment_later(self, send: Send, record: RequestRecord) -> None:
+        """Send ``WAITING`` every ``COMMENT_INTERVAL`` while the request waits for an engine."""
+
+        def comment() -> None:
+            if record.is_waiting:
+                message = {"type": "http.response.body", "body": WAITING, "more_body": True}
+                self._comment = asyncio.ensure_future(send(message))
+            self._comment_later(send, record)
+
+        self._next_comment = asyncio.get_running_loop().call_later(COMMENT_INTERVAL, comment)
+
+    async def _run(self, send: Send, record: RequestRecord) -> Failure | None:
         started = False
         try:
             with self._service.admit():
@@ -139,6 +157,8 @@ class Reply(Response):
                         if not started:
                             started = True
                             await send(self._start(200, None if self._streamed else chunk))
+                            if self._streamed and self._media_type == SERVER_SENT_EVENTS:
+                                self._comment_later(send, record)
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
             return None

@@ -65,6 +65,13 @@ class RequestRecord:
     """Reserved memory for the body; None: the body is small."""
     span: Span | None = None
     """Trace span; None if tracing is off."""
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+    """Output so far of each prompt, by index."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while a prompt waits to continue after the loss of its engine."""
+        return any(output.is_waiting for output in self.outputs.values())
 
     @property
     def sender(self) -> str:

@@ -16,6 +16,7 @@ import msgspec
 from penstock.core import Code, Failure, PenstockError
 from penstock.engine.executor.cluster_secret import read_secret
 from penstock.engine.service.control import ModelAction
+from penstock.engine.service.pool import ResumePolicy
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.input_processor import InputProcessor
 from penstock.text.isolated_template import IsolatedTemplate
@@ -169,6 +170,7 @@ class ModelManager:
             options.engine.data_parallel_request_cost,
             options.server.pd_min_prefill_tokens,
             read_secret(options.engine.cluster_secret_file, make=True) if routed else b"",
+            ResumePolicy.of(options.engine),
         )
         gateway.engine_pool.set_instances(model.instances)
         if model.required:

@@ -21,6 +21,7 @@ COUNTERS = (
     "prefix_cache_hits",
     "requests",
     "num_requests_open",
+    "requests_resumed",
 )
 HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds")
 

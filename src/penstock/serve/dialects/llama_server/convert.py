@@ -47,7 +47,7 @@ async def generation_fields(request: GenerationRequest, gateway: Gateway) -> dic
     if fields.get("temperature", 0.0) < 0:  # llama-server samples greedily below 0
         fields["temperature"] = 0.0
     n_predict = -1 if request.n_predict is None else request.n_predict
-    max_model_len = gateway.engine_pool.require_engine().max_model_len
+    max_model_len = gateway.engine_pool.known_engine().max_model_len
     fields["max_tokens"] = max_model_len if n_predict in UNBOUNDED else max(n_predict, 1)
     if request.logit_bias:
         fields |= await _logit_bias(request.logit_bias, gateway)
@@ -75,7 +75,7 @@ async def prompts_of(given: PromptField, gateway: Gateway, field: str = "prompt"
     else:
         prompts = [[part] if isinstance(part, str) else part for part in given]
     size = sum(PART_OVERHEAD + (len(part) if isinstance(part, str) else 0) for parts in prompts for part in parts)
-    max_model_len = gateway.engine_pool.require_engine().max_model_len
+    max_model_len = gateway.engine_pool.known_engine().max_model_len
     encode = gateway.input_processor.encode
     return await gateway.prepare(size, lambda: [_encode_mixed(parts, encode, max_model_len) for parts in prompts])
 

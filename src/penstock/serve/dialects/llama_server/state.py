@@ -37,7 +37,7 @@ def props(service: ServedModel) -> dict[str, Any]:
         "default_generation_settings": {
             "id": 0,
             "id_task": -1,
-            "n_ctx": service.gateway.engine_pool.require_engine().max_model_len,
+            "n_ctx": service.gateway.engine_pool.known_engine().max_model_len,
             "speculative": False,
             "is_processing": False,
             "params": settings_of(sampling) | {"n_predict": -1, "stream": True},
@@ -59,7 +59,7 @@ def slots(service: ServedModel) -> list[dict[str, Any]]:
     """The response of ``/slots``: one slot per sequence that may run at the same time. The number of busy slots is the
     number of running sequences; slots are not assigned to particular sequences."""
     running = service.gateway.engine_pool.stats.running
-    length = service.gateway.engine_pool.require_engine().max_model_len
+    length = service.gateway.engine_pool.known_engine().max_model_len
     return [
         {"id": i, "id_task": -1, "n_ctx": length, "speculative": False, "is_processing": i < running}
         for i in range(service.configuration.engine.max_num_seqs)

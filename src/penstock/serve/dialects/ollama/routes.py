@@ -196,7 +196,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         fields = generate_fields(request, record.unknown)
         if not (request.raw or request.suffix):
             return reply_chat(service, record, request, fields, size, is_chat=False)
-        max_model_len = service.gateway.engine_pool.require_engine().max_model_len
+        max_model_len = service.gateway.engine_pool.known_engine().max_model_len
         fields = {"max_tokens": max_model_len} | fields | {"model": models.name_of(request.model or "")}
         converted = convert(fields, CompletionRequest, record.unknown, "numbers")
         return reply(OllamaPromptHandler(service, record, converted), request)

@@ -200,7 +200,7 @@ class TranscriptionHandler:
     async def _open(self) -> Transcription:
         gateway, file = self._service.gateway, self._file
         self._file = b""
-        max_len = gateway.engine_pool.require_engine().max_model_len
+        max_len = gateway.engine_pool.known_engine().max_model_len
         return await gateway.in_media_thread(lambda: self._speech.open(file, self._task, max_len))
 
     async def _texts(self, transcription: Transcription) -> AsyncGenerator[str, None]:

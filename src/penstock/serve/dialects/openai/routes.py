@@ -233,13 +233,13 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         else:
             tokens = await gateway.encode(request.prompt or "", request.add_special_tokens is not False)
         strings = [tokenizer.id_to_token(token_id) for token_id in tokens] if request.return_token_strs else None
-        maximum = gateway.engine_pool.require_engine().max_model_len
+        maximum = gateway.engine_pool.known_engine().max_model_len
         return Json(TokenizeResponse(count=len(tokens), max_model_len=maximum, tokens=tokens, token_strs=strings))
 
     async def detokenize(raw_request: Request) -> Response:
         request, _ = await api.read(raw_request, DetokenizeRequest)
         gateway = served_models.find(request.model).gateway
-        if len(request.tokens) > (maximum := gateway.engine_pool.require_engine().max_model_len):
+        if len(request.tokens) > (maximum := gateway.engine_pool.known_engine().max_model_len):
             raise invalid("tokens", f"{len(request.tokens)} tokens exceed the context length of {maximum}", maximum)
         text = gateway.input_processor.tokenizer.decode(request.tokens, False)
         return Json(DetokenizeResponse(prompt=text, content=text))

@@ -188,7 +188,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
     async def info(_: Request) -> Response:
         service = served_models.find()
-        max_model_len = service.gateway.engine_pool.require_engine().max_model_len
+        max_model_len = service.gateway.engine_pool.known_engine().max_model_len
         fields: dict[str, Any] = {
             "model_id": service.configuration.engine.model or service.name,
             "model_sha": None,

@@ -98,6 +98,7 @@ function drawTiles({ engine, model }, history) {
     ["memory", `${(stats.cpu_memory / 2 ** 30).toFixed(2)} GiB`],
     ["heartbeat", seconds(stats.heartbeat_age)],
   ];
+  if (counters.requests_resumed) tiles.push(["resumed requests", count(counters.requests_resumed)]);
   if (stats.gpu_memory) tiles.push(["GPU memory", `${(stats.gpu_memory / 2 ** 30).toFixed(2)} GiB`]);
   if (stats.kv_transfers) tiles.push(["KV transfers", `${count(stats.kv_completed)} of ${count(stats.kv_transfers)}`]);
   $("tiles").replaceChildren(...tiles.map(([name, value]) => make("div", { className: "tile" }, make("b", {}, value), make("span", { className: "quiet" }, name))));

@@ -126,8 +126,8 @@ class GenerationModel(Model):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens of the model's vocabulary."""
-        return self._service.gateway.engine_pool.require_engine().vocab_size
+        """Size of the model's vocabulary."""
+        return self._service.gateway.engine_pool.known_engine().vocab_size
 
     def parameters(self) -> dict[str, str]:
         return {"exclude_input_in_output": str(self._service.options.exclude_input_in_output).lower()}
@@ -226,7 +226,7 @@ class GenerationModel(Model):
     async def _check_logits_size(self, rows: Sequence[Row]) -> None:
         """Raise ``PenstockError`` (``invalid``) if the requested logits exceed ``max_logits_size``."""
         gateway, maximum = self._service.gateway, self._service.options.max_logits_size
-        engine, size = gateway.engine_pool.require_engine(), 0
+        engine, size = gateway.engine_pool.known_engine(), 0
         for row in rows:
             tokens = 0
             if row.sampling.return_context_logits:
@@ -303,7 +303,7 @@ class GenerationModel(Model):
             tokens = [begin + len(each.delta.token_ids) for each, begin in zip(responses, begins, strict=True)]
             result.append(Tensor("num_output_tokens", INT32, lead, tokens))
         if self._is_requested(call, responses, "return_perf_metrics"):
-            block_size = self._service.gateway.engine_pool.require_engine().block_size
+            block_size = self._service.gateway.engine_pool.known_engine().block_size
             result += perf_metrics([each.output for each in responses], block_size, lead)
         return result
 

@@ -252,7 +252,7 @@ class Postprocessing(Model):
         if len(lengths) * longest != len(tokens.elements):
             message = f"has {len(lengths)} elements; must have one per sequence of TOKENS_BATCH {[*lead, longest]}"
             raise invalid("SEQUENCE_LENGTH", message)
-        engine = self._service.gateway.engine_pool.require_engine()
+        engine = self._service.gateway.engine_pool.known_engine()
         if longest > (maximum := engine.max_model_len):
             raise invalid("TOKENS_BATCH", f"{longest} tokens exceed the context length of {maximum}", maximum)
         if wrong := [length for length in lengths if not 0 <= length <= longest]:
