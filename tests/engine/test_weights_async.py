@@ -179,6 +179,7 @@ def test_killed_engine_restarts_with_updated_weights_and_sleep_state(
             await kill(llm)
             with pytest.raises(PenstockError):
                 await updating
+            assert await running.tokens() == old(PROMPT, 1500)
             await llm.resume_generation()  # a sleeping engine would refuse this call
             assert await Stream(llm, 20).tokens() == old(PROMPT, 20)
             await llm.update_weights(copy)
@@ -189,7 +190,7 @@ def test_killed_engine_restarts_with_updated_weights_and_sleep_state(
             await llm.wake_up()
             assert await Stream(llm, 20).tokens() == new(PROMPT, 20)
             shutil.rmtree(copy)
-            with pytest.raises(PenstockError, match="no folder"):
+            with pytest.raises(PenstockError, match="is not a folder"):
                 await llm.update_weights()
             assert await Stream(llm, 20).tokens() == new(PROMPT, 20)
 

@@ -638,7 +638,8 @@ async def _count_responses(reader: asyncio.StreamReader, count: int) -> int:
 
 async def engine_hung(questions: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
     """SIGSTOP of the engine under load: ``/health`` fails, the engine is killed and restarted, its streams continue."""
-    tally, long = Tally("SIGSTOP of the engine"), endless()
+    tally = Tally("SIGSTOP of the engine")
+    long = make_question(reference_llm(), "the sea", 300, chat=True, stream=True)  # 200 of them fit into the KV cache
     async with server(questions, "--engine-iteration-timeout", "4", shared=shared) as served:
         async with open_streams(served, [long], count) as tasks, aiohttp.ClientSession() as session:
             (engine,) = served.pids["engine"]
