@@ -32,6 +32,10 @@ ISOLATED_DEATHS = 2
 """Number of engines' deaths from which on a request is suspected to cause them."""
 
 
+NUM_CLEARING_TOKENS = 16
+"""Number of tokens per sequence after which a request that another engine began is no longer suspected."""
+
+
 class GeneratedSequence(msgspec.Struct, frozen=True, array_like=True):
     """Output so far of a sequence of a resumed request."""
 

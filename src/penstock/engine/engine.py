@@ -454,8 +454,8 @@ class Engine:
         return None
 
     def _record_step(self) -> None:
-        requests = [item.sequence.request for plan, _ in self._in_flight for item in plan.scheduled]
-        self.record_step([(request.uid, request.deaths) for request in requests])
+        sequences = [item.sequence for plan, _ in self._in_flight for item in plan.scheduled]
+        self.record_step([(one.request.uid, one.request.deaths if one.is_suspect else 0) for one in sequences])
 
     def _collect(self) -> list[TokenDelta]:
         """Wait for the oldest step in flight. Returns its deltas."""

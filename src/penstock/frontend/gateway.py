@@ -346,21 +346,27 @@ class Gateway(Steps):
     def _output_so_far(self, name: str) -> list[GeneratedSequence]:
         """Output of a request that has arrived, including deltas that are not processed yet."""
         sequences = self._processors[name].generated()
+        copies: dict[int, list[int]] = {}
         for delta in self._open[name]:
             if isinstance(delta, TokenDelta) and not (sequence := sequences[delta.sequence]).finished:
-                tokens, finished = sequence.token_ids + delta.token_ids, delta.finished is not None
-                sequences[delta.sequence] = GeneratedSequence(tokens, finished)
+                if (tokens := copies.get(delta.sequence)) is None:
+                    tokens = copies[delta.sequence] = list(sequence.token_ids)
+                tokens += delta.token_ids
+                sequences[delta.sequence] = GeneratedSequence(tokens, delta.finished is not None)
         return sequences
 
     def _on_moved(self, names: Collection[str], reason: str) -> None:
         for name in names:
-            output = self._processors[name].output
-            count = len(output.prompt_token_ids) + sum(len(one.token_ids) for one in self._output_so_far(name))
-            output.resumes.append(Resume(reason, count))
+            output, sequences = self._processors[name].output, self._output_so_far(name)
+            if not all(one.finished for one in sequences):
+                count = len(output.prompt_token_ids) + sum(len(one.token_ids) for one in sequences)
+                output.resumes.append(Resume(reason, count))
 
     def _on_continued(self, name: str, output: RequestOutput) -> None:
         resume, request = output.resumes[-1], self._processors[name].request
-        resume.continued = time.monotonic()
+        for one in output.resumes:
+            one.continued = one.continued or time.monotonic()
+        assert resume.continued
         message = "request %s continues after %.2f s (%s): %d tokens were computed again"
         pause = resume.continued - resume.lost
         logger.info(

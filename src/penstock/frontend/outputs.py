@@ -112,7 +112,7 @@ class RequestOutput:
     @property
     def is_waiting(self) -> bool:
         """True while the request waits to continue after the loss of its engine."""
-        return bool(self.resumes) and self.resumes[-1].continued is None
+        return bool(self.resumes) and self.resumes[-1].continued is None and not self.finished
 
     def add_weights(self, version: str) -> None:
         """Record the version of the weights used by the last step."""

@@ -71,7 +71,8 @@ async def generate(
             async for output in outputs:
                 record.weights_version = record.weights_version or output.weights_version
                 record.outputs[index] = output
-                for resume in output.resumes[num_resumes:]:
+                while num_resumes < len(output.resumes) and output.resumes[num_resumes].continued:
+                    resume = output.resumes[num_resumes]
                     num_resumes += 1
                     metrics.record_resume(resume)
                     if span:

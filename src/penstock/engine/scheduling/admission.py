@@ -121,6 +121,8 @@ class Admission:
             message = f"must be 0 if every allowed token ends the sequence, is {sampling.min_tokens}"
             raise invalid("min_tokens", message, 0)
         max_tokens = min(sampling.max_tokens or room, options.max_output_len or room, room)
+        if any(len(one.token_ids) >= max_tokens for one in request.resumed if not one.finished):
+            raise invalid("resumed", f"has more tokens than max_tokens ({max_tokens}) allows", max_tokens)
         if max_tokens != sampling.max_tokens:
             request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
         all_at_once = options.batch_scheduler_policy == "guaranteed_no_evict" or sampling.use_beam_search

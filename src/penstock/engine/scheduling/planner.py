@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
+
+from penstock.core import EngineRequest
 
 from ..kv.cache_manager import CacheHit
 from ..sequence.plan import Plan, ScheduledSequence
@@ -15,8 +18,8 @@ from .state import SchedulerState
 Hold = Literal["new", "all"]
 """Sequences that are held (not planned): ``new`` ones, which have not started, or ``all``."""
 NUM_ISOLATED_STEPS = 8
-"""Number of tokens that a suspect samples alone. A request that was alone in a fatal step causes the death again when
-its tokens are recomputed, or in the step after."""
+"""Number of sampling steps for which a suspect is computed alone. If a request is the cause of a death, it causes the
+next one when its tokens are recomputed, or in the step after."""
 
 
 class Planner:
@@ -44,13 +47,14 @@ class Planner:
         """Number of steps among which the running sequences are divided."""
         self.holds: dict[str, Hold] = {}
         """Active holds by owner."""
-        self.isolated: dict[str, int] = {}
-        """Suspects (see ``isolate``): request id → number of tokens still to be sampled alone."""
+        self.isolated: dict[str, float] = {}
+        """Suspects (see ``isolate``): request id → number of sampling steps still to be computed alone."""
 
-    def isolate(self, request_id: str) -> None:
-        """Compute a request alone until it has sampled ``NUM_ISOLATED_STEPS`` tokens: engines have died in steps with
-        it. Other sequences are preempted."""
-        self.isolated[request_id] = NUM_ISOLATED_STEPS
+    def isolate(self, request: EngineRequest) -> None:
+        """Compute a request alone for ``NUM_ISOLATED_STEPS`` sampling steps, since engines have died in steps with it.
+        Requests that start again (beams, pooling) are computed alone to their end. Other sequences are preempted."""
+        starts_again = request.sampling.use_beam_search or request.pooling
+        self.isolated[request.request_id] = math.inf if starts_again else NUM_ISOLATED_STEPS
 
     def plan(self, speculation: Speculation | None) -> Plan:
         """Plan one step, with drafts of ``speculation``. The plan is empty if no sequence can run now."""
@@ -95,6 +99,8 @@ class Planner:
             plan.encoder_tokens += self._encoder_cache.num_patches
         if speculation and plan.drafting:
             self._schedule_drafts(plan, speculation)
+        if suspect and any(item.sampling_sequences for item in plan.scheduled):
+            self.isolated[suspect] -= 1
         return plan
 
     def _suspect(self) -> str | None:
@@ -102,9 +108,14 @@ class Planner:
         for request_id in list(self.isolated):
             if (group := self._groups.get(request_id)) is None or self.isolated[request_id] <= 0:
                 del self.isolated[request_id]
-            elif any(one in self._waiting or one in self._running for one in group.unfinished if not one.paused):
+            elif any(self._can_run(one) for one in group.unfinished):
                 return request_id
         return None
+
+    def _can_run(self, sequence: Sequence) -> bool:
+        """True if a sequence is running, or can be started: it is queued, and neither paused nor held."""
+        held = bool(self.holds) and not sequence.has_started
+        return not sequence.paused and (sequence in self._running or (sequence in self._waiting and not held))
 
     def _share(self) -> int:
         """Number of running sequences per step, equal for all steps in flight. Partial prefills do not count: they have
@@ -146,8 +157,6 @@ class Planner:
             sampling = (sequence, *self._fork(sequence))
             for one in sampling:
                 one.num_pending += 1
-            if self.isolated and sequence.request.request_id in self.isolated:
-                self.isolated[sequence.request.request_id] -= 1
         plan.scheduled.append(ScheduledSequence(sequence, start, count, sampling, [], []))
 
     def _fork(self, first: Sequence) -> list[Sequence]:

@@ -166,7 +166,7 @@ class Scheduler:
         self.admission.enqueue(sequences, prerequisites())
         self._groups[request.request_id] = SequenceGroup(sequences)
         if request.deaths >= ISOLATED_DEATHS:
-            self._planner.isolate(request.request_id)
+            self._planner.isolate(request)
 
     def enqueue_prepared(self) -> list[TokenDelta]:
         """Queue requests with finished prerequisites. Returns the last deltas of requests with failed prerequisites."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from penstock.core import Code, EngineRequest, Failure, GeneratedSequence, Logprob, PenstockError, PerfMetrics
+from penstock.core.requests import NUM_CLEARING_TOKENS
 
 from ..guided import Guide
 from .pooling import PoolingState
@@ -156,8 +157,15 @@ class Sequence:
 
     @property
     def has_started(self) -> bool:
-        """True if the sequence was part of at least one step."""
-        return self.num_cached_tokens is not None
+        """True if the sequence has had a step, in this engine or in another one."""
+        return self.num_cached_tokens is not None or bool(self.request.resumed)
+
+    @property
+    def is_suspect(self) -> bool:
+        """True if engines died in steps with its request, and it has generated few tokens since."""
+        resumed = self.request.resumed
+        first = len(resumed[self.index].token_ids) if resumed else 0
+        return self.request.deaths > 0 and self.num_output_tokens < first + NUM_CLEARING_TOKENS
 
     @property
     def is_partial_prefill(self) -> bool:

@@ -119,6 +119,8 @@ class EnginePool:
         self._min_prefill_tokens = min_prefill_tokens
         self._secret = secret
         self._open: dict[str, OpenRequest] = {}
+        self._counted: set[tuple[str, int]] = set()
+        """Address and process id of the engines whose ``Ready.suspects`` were counted."""
         self._refusing: Failure | None = None
         self._changed = asyncio.Event()
         """Set when an engine connects or the instances change, and by ``stop_serving``."""
@@ -164,8 +166,7 @@ class EnginePool:
 
     def _remove_idle(self) -> None:
         """Disconnect from instances that are leaving and have no open request."""
-        busy = {entry.replica for entry in self._open.values() if entry.replica}
-        for replica in [replica for replica in self._replicas if replica.leaving and replica not in busy]:
+        for replica in [replica for replica in self._replicas if replica.leaving and not replica.num_requests]:
             self._replicas.remove(replica)
             self._prefixes.remove_replica(replica.number)
             task = asyncio.ensure_future(replica.client.close())
@@ -380,7 +381,9 @@ class EnginePool:
         if (entry := self._open.pop(request_id, None)) is None:
             return
         entry.stop_waiting()
-        if (replica := entry.replica) is None:
+        replica = entry.replica
+        entry.unassign()
+        if replica is None:
             return
         if abort:
             replica.client.notify(messages.Abort(request_id))
@@ -416,6 +419,10 @@ class EnginePool:
                 Code.OVERLOADED, f"the queues of all {len(entry.full)} replicas are full; try again later"
             )
         request = entry.request
+        name = request.adapter
+        usable = not name or any(one.has_adapter(name) for one in available)
+        if not usable and any(one.client.is_loading(name) for one in available):
+            raise PenstockError(Code.UNAVAILABLE, f"adapter {name!r} is being loaded; try again soon", "adapter")
         if entry.engine:
             available = [replica for replica in available if self._can_continue(entry, replica)]
             if not available:
@@ -438,6 +445,9 @@ class EnginePool:
         addresses = tuple([replica.kv_address for replica in prefills])
         replica.client.add(msgspec.structs.replace(request, prefill=addresses) if addresses else request)
         entry.assign(replica, uncached, prefills)
+        self._lost_at = math.inf
+        if name and not entry.engine:
+            entry.adapter_path = replica.client.adapters.get(name)
         if entry.paused:
             entry.notify(messages.Pause(request.request_id, True))
 
@@ -468,6 +478,7 @@ class EnginePool:
             message = f"{MOVED if entry.engine else NO_ENGINE.message} (resume_timeout: {self._resume.timeout:g} s)"
             self._fail([entry.request.request_id], Failure(Code.UNAVAILABLE, message))
 
+        entry.unassign()
         if entry.waiting is None:
             entry.waiting = asyncio.get_running_loop().call_later(self._resume.timeout, fail)
 
@@ -487,10 +498,13 @@ class EnginePool:
         old, new, adapter = entry.engine, replica.engine, entry.request.adapter
         if old is None or new is None or (adapter and not replica.has_adapter(adapter)):
             return False
+        if old.max_model_len != new.max_model_len:
+            return False
         if self._resume.across_fingerprints:
             return True
         same = (old.fingerprint, old.weights_version) == (new.fingerprint, new.weights_version)
-        return same and old.batch_invariant and new.batch_invariant
+        same_adapter = not adapter or replica.client.adapters.get(adapter) == entry.adapter_path
+        return same and same_adapter and old.batch_invariant and new.batch_invariant
 
     def _fail_waiting(self, failure: Failure) -> None:
         self._fail([name for name, entry in self._open.items() if entry.waiting], failure)
@@ -498,7 +512,9 @@ class EnginePool:
     def _fail(self, names: list[str], failure: Failure) -> None:
         """End requests that cannot continue."""
         for name in names:
-            self._open.pop(name).stop_waiting()
+            entry = self._open.pop(name)
+            entry.stop_waiting()
+            entry.unassign()
         if names:
             self._on_lost(failure, names)
 
@@ -572,13 +588,8 @@ class EnginePool:
             except PenstockError:
                 return False
 
-        sent: dict[Replica, int] = {}
-        for entry in self._open.values():
-            if entry.prefill:
-                sent[entry.prefill] = sent.get(entry.prefill, 0) + entry.prefill_cost
-
-        def cost(replica: Replica) -> int:  # statistics include requests of other routers, but may be a second old
-            return max(replica.client.stats.prompt_tokens, sent.get(replica, 0)) + length - cached[replica]
+        def cost(replica: Replica) -> int:  # its statistics include all routers' requests, but are up to a second old
+            return max(replica.client.stats.prompt_tokens, replica.prefill_cost) + length - cached[replica]
 
         suitable = [replica for replica in self._replicas if is_suitable(replica)]
         random.shuffle(suitable)
@@ -586,11 +597,9 @@ class EnginePool:
 
     def _loads(self) -> dict[Replica, int]:
         """Load of each replica: prompt tokens not computed yet, plus ``request_cost`` per open request."""
-        loads = {replica: self._request_cost * replica.num_other_requests for replica in self._replicas}
-        for entry in self._open.values():
-            if entry.replica:
-                loads[entry.replica] = loads.get(entry.replica, 0) + self._request_cost + entry.cost
-        return loads
+        return {
+            one: self._request_cost * (one.num_other_requests + one.num_requests) + one.cost for one in self._replicas
+        }
 
     def _room(self, replica: Replica) -> float:
         """Number of tokens for which a replica has free KV blocks, minus the prompt tokens of requests that have not
@@ -598,9 +607,7 @@ class EnginePool:
         engine, stats = replica.client.engine, replica.client.stats
         if engine is None or not stats.blocks:  # the engine has sent no statistics yet
             return float("inf")
-        free = (stats.blocks - stats.blocks_used) * engine.block_size
-        waiting = (entry for entry in self._open.values() if entry.replica is replica and not entry.started)
-        return free - sum(len(entry.request.prompt) for entry in waiting)
+        return (stats.blocks - stats.blocks_used) * engine.block_size - replica.unstarted_tokens
 
     # --- Callbacks of the replicas ----------------------------------------------------------------------------------
 
@@ -611,20 +618,22 @@ class EnginePool:
                 if entry.replica is not replica or (_is_rejected(delta) and self._retry(entry, replica)):
                     continue  # the request runs on another replica now
                 entry.engine = replica.client.engine
+                if entry.unstarted_tokens:
+                    entry.mark_started()
+                if entry.deaths:
+                    entry.record_survival(len(delta.token_ids))
                 if not entry.started:
                     if delta.prompt_logprobs:
                         delta = entry.without_repeated(delta)
                     entry.started = bool(delta.token_ids or delta.finished)
-                    entry.mark_started()
             forwarded.append(delta)
         self._on_deltas(forwarded, engine.state.weights_version if (engine := replica.client.engine) else "")
 
     def _on_replica_ready(self, replica: Replica, engine: messages.Ready) -> None:
         """Called when an engine has connected, and when its state has changed."""
-        if engine.pid != replica.pid:
-            replica.pid = engine.pid
-            if replica.instance:  # a local engine's are known when it dies
-                self._count_deaths(frozenset(engine.suspects))
+        if replica.instance and (process := (replica.address, engine.pid)) not in self._counted:
+            self._counted.add(process)  # the suspects of a local engine are known when it dies
+            self._count_deaths(frozenset(engine.suspects))
         if replica.weights_version != engine.weights_version:
             replica.weights_version = engine.weights_version
             self._prefixes.remove_replica(replica.number)
@@ -651,7 +660,7 @@ class EnginePool:
             return
         self._count_deaths(replica.client.suspects)
         lost = [name for name, entry in self._open.items() if entry.replica is replica]
-        continued = [name for name in lost if self._retry(self._open[name])]
+        continued = {name for name in lost if self._retry(self._open[name])}
         failed = [name for name in lost if name not in continued]
         self._remove_idle()
         if lost:
@@ -683,7 +692,7 @@ class EnginePool:
         because earlier engines had died in steps with it."""
         for name, entry in list(self._open.items()):
             if entry.request.uid in suspects:
-                alone = len(suspects) == 1 and entry.deaths >= ISOLATED_DEATHS
+                alone = len(suspects) == 1 and entry.sent_deaths >= ISOLATED_DEATHS
                 entry.deaths += 1
                 if alone:
                     entry.notify(messages.Abort(name))
@@ -701,7 +710,6 @@ class EnginePool:
         """
         if entry.aborted or (entry.engine and not self._resume.timeout):
             return False
-        entry.replica, entry.prefill = None, None
         if full:
             entry.full |= {full}
         try:

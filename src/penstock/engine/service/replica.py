@@ -8,6 +8,7 @@ import msgspec
 
 from penstock.config.addresses import reachable, split_address
 from penstock.core import Code, EngineRequest, PenstockError, TokenDelta
+from penstock.core.requests import NUM_CLEARING_TOKENS
 
 from . import messages
 from .client import EngineClient
@@ -30,8 +31,9 @@ class Replica:
         """Number of open requests of other processes, from the replica's last statistics."""
         self.weights_version = ""
         """Version of the weights to which the replica's entries in the ``PrefixIndex`` belong."""
-        self.pid = 0
-        """Process id of the engine that was connected last."""
+        self.num_requests = self.cost = self.prefill_cost = self.unstarted_tokens = 0
+        """Number of this process's open requests, prompt tokens that it has still to compute for them (as ``replica``
+        and as ``prefill`` of ``OpenRequest``), and prompt tokens of those without output."""
         self.leaving = False
         """True if the replica gets no new requests, and is removed once its open requests have ended."""
 
@@ -84,8 +86,9 @@ class OpenRequest:
     """A request that has not ended."""
 
     __slots__ = (
-        *("_num_repeated", "aborted", "cost", "deaths", "engine", "full", "num_prompt_logprobs", "paused", "prefill"),
-        *("prefill_cost", "replica", "request", "started", "waiting"),
+        *("_num_repeated", "aborted", "adapter_path", "cost", "deaths", "engine", "full", "num_prompt_logprobs"),
+        *("num_survived", "paused", "prefill", "prefill_cost", "replica", "request", "sent_deaths", "started"),
+        *("unstarted_tokens", "waiting"),
     )
 
     def __init__(self, request: EngineRequest) -> None:
@@ -94,19 +97,24 @@ class OpenRequest:
         self.replica: Replica | None = None
         """Replica that computes it; None while it waits for one."""
         self.prefill: Replica | None = None
-        """Prefill instance expected to compute the prompt."""
-        self.cost = self.prefill_cost = 0
-        """Number of prompt tokens still to be computed by ``replica`` and by ``prefill``."""
+        """Prefill instance that is expected to compute the prompt; None: ``replica`` computes it."""
+        self.cost = self.prefill_cost = self.unstarted_tokens = 0
+        """Number of prompt tokens that ``replica`` and ``prefill`` have not computed yet, and of all prompt tokens
+        until the replica's first output."""
         self.full: frozenset[Replica] = frozenset()
-        """Replicas that had no room for it or were stopping."""
+        """Replicas that have rejected the request, because their queue was full or they were stopping."""
         self.engine: messages.Ready | None = None
         """Report of the engine that generated the output so far; None without output."""
+        self.adapter_path: str | None = None
+        """Folder of the request's adapter when it was sent first."""
         self.started = False
         """True once the first token or the end has arrived."""
         self.aborted = False
-        self.deaths = 0
-        """Number of engines that died in a step with it."""
         self.paused = False
+        self.deaths = self.sent_deaths = 0
+        """Number of engines that died in a step with the request, and the number that ``replica`` knows."""
+        self.num_survived = 0
+        """Number of tokens that ``replica`` has generated."""
         self.waiting: asyncio.TimerHandle | None = None
         """Timer that fails the request while it waits for a replica."""
         self.num_prompt_logprobs = self._num_repeated = 0
@@ -114,17 +122,46 @@ class OpenRequest:
         because it computes the prompt from the beginning."""
 
     def assign(self, replica: Replica, cost: int, prefills: list[Replica]) -> None:
-        """Record that it was sent to a replica.
+        """Record that the request was sent to a replica.
 
         Args:
             cost: number of uncached tokens.
-            prefills: prefill instances that may compute the prompt, the preferred one first; empty: the replica does.
+            prefills: prefill instances that may compute the prompt, in order of preference; empty: the replica does.
         """
+        self.unassign()
+        self.stop_waiting()
         self.replica = replica
         self.prefill = prefills[0] if prefills else None
         self.prefill_cost, self.cost = (cost, 0) if prefills else (0, cost)
-        self._num_repeated = self.num_prompt_logprobs
-        self.stop_waiting()
+        self.unstarted_tokens = len(self.request.prompt)
+        self._num_repeated, self.num_survived, self.sent_deaths = self.num_prompt_logprobs, 0, self.deaths
+        replica.num_requests += 1
+        replica.cost += self.cost
+        replica.unstarted_tokens += self.unstarted_tokens
+        if self.prefill:
+            self.prefill.prefill_cost += self.prefill_cost
+
+    def unassign(self) -> None:
+        """Record that no replica computes the request."""
+        self.mark_started()
+        if self.replica:
+            self.replica.num_requests -= 1
+        self.replica = self.prefill = None
+
+    def mark_started(self) -> None:
+        """Record that output of the replica has arrived, or that the request was aborted."""
+        if self.replica and self.unstarted_tokens:
+            self.replica.cost -= self.cost
+            self.replica.unstarted_tokens -= self.unstarted_tokens
+            if self.prefill:
+                self.prefill.prefill_cost -= self.prefill_cost
+        self.cost = self.prefill_cost = self.unstarted_tokens = 0
+
+    def record_survival(self, num_tokens: int) -> None:
+        """Record new tokens of the replica. After ``NUM_CLEARING_TOKENS`` per sequence the request is no suspect."""
+        self.num_survived += num_tokens
+        if self.num_survived >= NUM_CLEARING_TOKENS * self.request.sampling.num_sequences:
+            self.deaths = 0
 
     def without_repeated(self, delta: TokenDelta) -> TokenDelta:
         """The delta without the prompt logprobs that another replica has returned already."""
@@ -138,10 +175,6 @@ class OpenRequest:
         """Send a message about the request to its engine."""
         if self.replica:
             self.replica.client.notify(message)
-
-    def mark_started(self) -> None:
-        """Called when output has arrived, or the request was aborted."""
-        self.cost = self.prefill_cost = 0
 
     def stop_waiting(self) -> None:
         if self.waiting:

@@ -287,6 +287,8 @@ class EngineServer:
     def _shut_down(self) -> None:
         """Refuse new requests, and fail the requests that are still open."""
         self._stopping = True
+        if not self._engine.failure:
+            self._step_record.write(())  # the end of this process is not caused by its requests
         while not self._receive(0):
             pass
         for request_id in self._engine.scheduler.request_ids():
