@@ -353,7 +353,7 @@ def test_mismatched_nodes_are_refused(
     """Every refused node reports why. Node 0 keeps waiting for a matching node, until ``node_timeout`` ends it."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "own"))
     options = options_of(checkpoint, (2, 1), 2)
-    with pytest.raises(PenstockError, match=r"cluster-secret cannot be read .No such file.*copy the file of node 0"):
+    with pytest.raises(PenstockError, match=r"cluster-secret cannot be read .No such file.*copy this file from node 0"):
         NodeProcess(EngineOptions(**options | {"node_rank": 1}))
     with pytest.raises(PenstockError, match=r"node 1 of 2 did not join at 10.0.0.1:29501 within 0.1 seconds"):
         engine_on(machines, options | {"node_timeout": 0.1})
