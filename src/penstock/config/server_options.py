@@ -123,7 +123,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     allow_runtime_lora_updating: bool = False
     """Let clients load LoRA adapters from any folder of the server, and unload them."""
     server_dev_mode: bool = False
-    """Let clients update a model's weights, pause it and put it to sleep, as VLLM_SERVER_DEV_MODE of vLLM; this aborts
+    """Let clients update a model's weights, pause it and put it to sleep, like vLLM's VLLM_SERVER_DEV_MODE; this aborts
     or delays the requests of other clients."""
     allowed_local_weights_path: tuple[str, ...] = ()
     """With server_dev_mode: folders (with subfolders) from which clients may update weights, in addition to the model's

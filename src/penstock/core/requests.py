@@ -29,7 +29,7 @@ class ReasoningSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 ISOLATED_DEATHS = 2
-"""Number of engines' deaths from which on a request is suspected to cause them."""
+"""Number of engine deaths after which a request is suspected as their cause, and computed alone."""
 
 
 NUM_CLEARING_TOKENS = 16
@@ -92,7 +92,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     uid: int = 0
     """Random number that identifies the request in all engines that compute it; 0: none."""
     deaths: int = 0
-    """Number of engines that died in a step with this request. From ``ISOLATED_DEATHS`` on it is computed alone."""
+    """Number of engines that died in a step with this request. After ``ISOLATED_DEATHS`` deaths, it is computed alone."""
     trace: dict[str, str] = {}
     """W3C trace context (``traceparent``, ``tracestate``) of the parent span; empty if the request is not traced."""
 

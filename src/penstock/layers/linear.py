@@ -40,7 +40,7 @@ class ColumnParallelLinear:
         self._matrix = context.matrix(names, inputs, shards, bias=torch.cat(biases) if biases else None)
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None = None) -> Tensor:
-        """Compute ``[tokens, in]`` to ``[tokens, out]``: this rank's outputs; all outputs with ``gather_output``.
+        """Map ``[tokens, in]`` to ``[tokens, out]``: this rank's outputs; all outputs with ``gather_output``.
 
         Args:
             lora_slots: ``[tokens]`` int32: LoRA slot of each row, -1: no adapter. None: no row has an adapter.

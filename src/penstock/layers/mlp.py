@@ -16,7 +16,7 @@ class MLPLayer(Protocol):
     """Interface of feed-forward layers, dense or mixture of experts."""
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
-        """Compute ``[tokens, hidden]`` to ``[tokens, hidden]``. ``lora_slots``: see ``ColumnParallelLinear``."""
+        """Map ``[tokens, hidden]`` to ``[tokens, hidden]``. ``lora_slots``: see ``ColumnParallelLinear``."""
         ...
 
 

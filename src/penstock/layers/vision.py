@@ -199,7 +199,7 @@ class VisionBlock:
         self._scales = scales
 
     def __call__(self, x: Tensor, rope: Tensor | None, segments: Sequence[int]) -> Tensor:
-        """Compute ``[patches, size]`` to ``[patches, size]``. ``rope``, ``segments``: see ``VisionAttention``."""
+        """Map ``[patches, size]`` to ``[patches, size]``. ``rope``, ``segments``: see ``VisionAttention``."""
         x = x + self._scaled(self._attention(self._norms[0](x), rope, segments), 0)
         return x + self._scaled(self._mlp(self._norms[1](x)), 1)
 

@@ -99,7 +99,7 @@ def kv_specs(
     """
     heads, quantization = math.ceil(size.num_kv_heads / ranks), KV_QUANTIZATION[kv_cache_dtype]
     spec = KVSpec(heads, size.kv_dim, _computed_dtype(size, dtype), block_size, quantization, latent=size.latent)
-    if size.encoder:  # all layers share one entry
+    if size.encoder:  # the layers of an encoder share one KV cache
         return [spec]
     return [spec] * (size.num_layers + (size.num_mtp_layers if mtp else 0))
 

@@ -54,7 +54,7 @@ class StepRecord:
         return frozenset(self._values[HEADER : HEADER + self._values[1]])
 
     def has_repeated(self, pid: int) -> bool:
-        """True if the last steps of process ``pid`` had a request with which another engine had died before."""
+        """True if an engine had already died with one of the requests in the last steps of process ``pid``."""
         return self._values[0] == pid and bool(self._values[2])
 
     def close(self) -> None:
