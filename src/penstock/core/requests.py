@@ -92,7 +92,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     uid: int = 0
     """Random number that identifies the request in all engines that compute it; 0: none."""
     deaths: int = 0
-    """Number of engines that died in a step with this request. After ``ISOLATED_DEATHS`` deaths, it is computed alone."""
+    """Number of engines that died in a step with this request. After ``ISOLATED_DEATHS`` it is computed alone."""
     trace: dict[str, str] = {}
     """W3C trace context (``traceparent``, ``tracestate``) of the parent span; empty if the request is not traced."""
 
