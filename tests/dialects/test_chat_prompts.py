@@ -166,7 +166,7 @@ def test_chat_template_of_request_is_used_if_trusted(server: Served, trusting_se
     assert by_kwargs["text"] == ANSWER
 
 
-ENDLESS = "longer than 2 seconds"
+ENDLESS = "more than 2 seconds of processor time"
 WRONG = {
     "{% for %}": "line 1",
     "{{ raise_exception('not so') }}": "not so",

@@ -2,7 +2,7 @@
 
 - All Python blocks run. In README.md, features.md and the cookbook, shell blocks (``sh``) followed by a ``text`` block
   run, too; the ``text`` block is the expected output.
-- http://127.0.0.1:8000 is a server with the options of the last ``penstock serve`` above.
+- http://127.0.0.1 with the port of the last ``penstock serve`` above, by default 8000, is a server with its options.
 - Models of the hub, of packages or of /models are replaced by the built-in model, or on some pages by a vision or
   speech model of tests/support.
 - The parser of ``penstock`` parses all commands, also commands that cannot run in a test.
@@ -37,7 +37,7 @@ from penstock.cli.parser import Parser
 
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
-ADDRESS = "http://127.0.0.1:8000"
+ADDRESS = "http://127.0.0.1"
 MODELS = {"images_and_video.md": "colours", "multimodal.md": "colours", "audio.md": "speech"}
 """Fixture of the model by page; pages that are not listed use the built-in model."""
 MODEL = re.compile(r"\bQwen/[\w.-]+|/models/[\w.-]+|\bpypi:[\w.+=-]+")
@@ -64,6 +64,8 @@ class Example(NamedTuple):
     """Documented output; None: not checked."""
     flags: tuple[str, ...]
     """Options of the server that the block uses."""
+    port: str
+    """Port of this server."""
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -101,15 +103,21 @@ def flags_of(command: list[str]) -> tuple[str, ...]:
     return tuple(argument for option in options if option[0] not in IGNORED_OPTIONS for argument in option)
 
 
+def port_of(command: list[str]) -> str:
+    """Port of a ``penstock serve`` command."""
+    return command[command.index("--port") + 1] if "--port" in command else "8000"
+
+
 def examples(page: Path) -> list[Example]:
-    found, flags = [], ()
+    found, flags, port = [], (), "8000"
     runs_shell = page.name in ("README.md", "features.md") or page.parent.name == "cookbook"
     for (language, code), (next_language, next_text) in pairwise([*blocks(page), ("", "")]):
-        if language == "sh":
-            flags = next((flags_of(command) for command in commands(code) if command[0] == "serve"), flags)
+        served = [command for command in commands(code) if command[0] == "serve"] if language == "sh" else []
+        if served:
+            flags, port = flags_of(served[0]), port_of(served[0])
         if language == "python" or (next_language == "text" and language == "sh" and runs_shell):
             output = next_text if next_language == "text" else None
-            found.append(Example(page.name, language, code, output, flags))
+            found.append(Example(page.name, language, code, output, flags, port))
     return found
 
 
@@ -136,6 +144,10 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return ("--storage-dir", str(tmp_path_factory.mktemp("storage")))
 
 
+def test_clients_use_port_of_documented_server() -> None:
+    assert not [one for one in EXAMPLES if set(re.findall(rf"{ADDRESS}:(\d+)", one.code)) - {one.port}]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{example.page}-{i}" for i, example in enumerate(EXAMPLES)])
 def test_example_prints_documented_output(
@@ -147,13 +159,13 @@ def test_example_prints_documented_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = request.getfixturevalue(MODELS[example.page]) if example.page in MODELS else ""
-    code = example.code
-    if ADDRESS in code:
+    code, address = example.code, f"{ADDRESS}:{example.port}"
+    if address in code:
         flags = ("--model", model) if model else ()
         stored = storage if example.page in STORES else ()
         blocks = "100" if model else "400"
         server = servers.get(*flags, "--num-gpu-blocks-override", blocks, *stored, *example.flags)
-        code = code.replace(ADDRESS, server.root)
+        code = code.replace(address, server.root)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "requests.jsonl").write_text(json.dumps(LINE) + "\n")
     (tmp_path / "talk.mp3").write_bytes(speech_checkpoints.wav(speech_checkpoints.sound(2)))

@@ -78,6 +78,7 @@ def test_doctor_reports_kernels_and_core_binding() -> None:
     [
         (["generate", "--model", "/nowhere", "?"], "/nowhere"),
         (["bench", "latency", "--max-model-len", "100000"], "context of 2048"),
+        (["serve", "-m", "model.gguf"], "penstock serve: unknown argument -m"),
         (["serv"], "penstock: there is no command serv; did you mean serve?"),
         (["generate", "--model", "/nowhere", " "], "prompt: is empty"),  # reported before anything is loaded
     ],
@@ -116,6 +117,13 @@ def test_path_without_checkpoint_is_refused_with_reason(name: str, tmp_path: Pat
     with pytest.raises(PenstockError, match=re.escape(f"{model} ")) as refused:
         resolve(str(model))
     assert KINDS[name] in str(refused.value)
+
+
+def test_gguf_file_without_suffix_is_refused_with_advice(tmp_path: Path) -> None:
+    """Ollama stores its models as such files."""
+    (tmp_path / "sha256-1").write_bytes(b"GGUF\3\0\0\0")
+    with pytest.raises(PenstockError, match="is a GGUF file without its suffix: give a link"):
+        resolve(str(tmp_path / "sha256-1"))
 
 
 def test_serve_refuses_missing_model_and_warns_of_open_access(tmp_path: Path) -> None:

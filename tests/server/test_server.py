@@ -1010,7 +1010,12 @@ def test_port_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         sentence = start_error("--host", "127.0.0.1", "--port", port)
-    assert f"cannot listen on 127.0.0.1:{port}" in sentence
+    assert sentence.endswith(f"cannot listen on 127.0.0.1:{port}: address already in use; use another --port")
+
+
+def test_host_without_interface_is_reported() -> None:
+    sentence = start_error("--host", "192.0.2.99", "--port", "8000", "--api-key", "key")
+    assert sentence.endswith("cannot listen on 192.0.2.99:8000: cannot assign requested address; use another --host")
 
 
 def test_missing_model_is_reported() -> None:

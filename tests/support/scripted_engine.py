@@ -45,9 +45,8 @@ class ScriptedEngines(EnginePool):
     """Engine pool that answers each request with the token ids of ``steps`` and the finish reason ``finished``."""
 
     def __init__(self, gateway: Gateway) -> None:
-        super().__init__(
-            (), lambda deltas, version: None, lambda failure, lost: None, lambda name: (), dict, lambda ids: None, 0
-        )
+        ignore = lambda *arguments: None  # noqa: E731
+        super().__init__((), ignore, ignore, lambda name: (), ignore, dict, ignore, 0)
         self._gateway = gateway
         self._tasks: set[asyncio.Task[None]] = set()
         self.requests: list[EngineRequest] = []

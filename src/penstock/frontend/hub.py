@@ -11,6 +11,7 @@ import msgspec
 
 from penstock import demo
 from penstock.checkpoint.engine_config import UNFINISHED
+from penstock.checkpoint.gguf_file import MAGIC
 from penstock.checkpoint.sentence_transformers import transformer_folder
 from penstock.config.options import ModelOptions
 from penstock.config.speculative import SpeculativeConfig
@@ -126,10 +127,20 @@ def resolve_draft(speculative_config: str) -> str:
     return msgspec.json.encode(msgspec.structs.replace(config, model=str(folder))).decode()
 
 
+def _is_gguf(file: Path) -> bool:
+    try:
+        with file.open("rb") as content:
+            return content.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
 def check_checkpoint(folder: Path) -> None:
     """Raise ``PenstockError`` (``invalid``), with advice, if a folder is not a checkpoint."""
     if folder.is_file():
         kind = "a weights file without its config.json" if folder.suffix == ".safetensors" else "a file, not a folder"
+        if _is_gguf(folder):
+            raise invalid("model", f"{folder} is a GGUF file without its suffix: give a link to it, named model.gguf")
         raise invalid("model", f"{folder} is {kind}: {ADVICE}")
     graph = next((path for path in (folder / PADDLE_GRAPH, folder / "rank_0" / PADDLE_GRAPH) if path.exists()), None)
     if graph:

@@ -40,7 +40,8 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
             message = f"takes {offloaded / 1e9:.2f} GB of the {(room + offloaded) / 1e9:.2f} GB that are available for "
             raise invalid("kv_offloading_size", f"{message}KV blocks and offloading together; lower it")
     if room < size:
-        message = f"one KV block takes {size} bytes, but only {max(room, 0)} bytes are available; free memory"
+        advice = "raise it" if options.kv_cache_memory_bytes else "free memory"
+        message = f"one KV block takes {size} bytes, but only {max(room, 0)} bytes are available; {advice}"
         raise invalid("kv_cache_memory_bytes", message)
     if not sequences:
         return room // size

@@ -152,6 +152,12 @@ class ServedModels:
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._serving)
 
+    def listed(self) -> tuple[ServedModel, ...]:
+        """All served models. Raises ``PenstockError`` (``unavailable``) if there is none yet, at the start."""
+        if not self._serving:
+            self.check_alive()
+        return self._serving
+
     @property
     def models(self) -> tuple[ModelEntry, ...]:
         """All models of the server, loaded or not."""

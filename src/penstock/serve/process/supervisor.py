@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import resource
@@ -213,8 +214,8 @@ def _listen(host: str, port: int, name: str, listen: bool = True) -> socket.sock
             raise
         return bound
     except OSError as error:
-        reason = error.strerror or str(error)
-        flag = f"--{name.replace('_', '-')}"
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+        flag = "--host" if error.errno == errno.EADDRNOTAVAIL else f"--{name.replace('_', '-')}"
         raise invalid(name, f"cannot listen on {host}:{port}: {reason.lower()}; use another {flag}") from error
 
 

@@ -51,7 +51,7 @@ def add_model_routes(routes: Routes, served_models: ServedModels) -> None:
         return ModelInfo(id=name, display_name=name, created_at=created, max_input_tokens=length, max_tokens=length)
 
     async def list_models(raw_request: Request) -> Response:
-        models = [info(service, name) for service in served_models for name in service.all_names]
+        models = [info(service, name) for service in served_models.listed() for name in service.all_names]
         return Json(_page(models, raw_request.query_params))
 
     async def retrieve_model(raw_request: Request) -> Response:

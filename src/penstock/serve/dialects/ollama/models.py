@@ -37,7 +37,7 @@ class OllamaModels:
 
     def listed(self) -> list[dict[str, Any]]:
         """The entries of ``/api/tags``: one for each name of a model or adapter."""
-        return [self._entry(service, name) for service in self._served_models for name in service.all_names]
+        return [self._entry(service, name) for service in self._served_models.listed() for name in service.all_names]
 
     def running(self) -> list[dict[str, Any]]:
         """The entries of ``/api/ps``. All served models are loaded."""

@@ -193,7 +193,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         )
 
     async def list_models(_: Request) -> Response:
-        return Json(ModelList(data=[model(each, name) for each in served_models for name in each.all_names]))
+        return Json(ModelList(data=[model(each, name) for each in served_models.listed() for name in each.all_names]))
 
     async def retrieve_model(raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
