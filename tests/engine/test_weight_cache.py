@@ -181,7 +181,7 @@ def test_unusable_files_are_packed_again(checkpoint: Path, tmp_path: Path, caplo
         assert file.read_bytes() == content, name
     with caplog.at_level(logging.INFO):
         assert answers(checkpoint, file / "no-folder") == expected
-    assert "are not kept" in caplog.text
+    assert "are not stored for the next start" in caplog.text
 
 
 @pytest.mark.slow
