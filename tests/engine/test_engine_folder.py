@@ -244,7 +244,7 @@ REBUILD_HINT = r": run the same penstock build again \(from the checkpoint /.*\)
 DAMAGES = {
     "cut": (edit_shard(lambda data: data[:-100]), r"cannot be used .it has \d+ bytes instead of \d+." + REBUILD_HINT),
     "cut in its header": (edit_shard(lambda data: data[:50]), "cannot be used .its header is damaged." + REBUILD_HINT),
-    "empty": (edit_shard(lambda data: b""), "cannot be used .it is .*" + REBUILD_HINT),
+    "empty": (edit_shard(lambda data: b""), "cannot be used .it does not begin with .*" + REBUILD_HINT),
     "flipped bits": (edit_shard(flip_bits), " is damaged" + REBUILD_HINT),
     "other header": (
         edit_shard(lambda data: data.replace(b"float32", b"float23")),

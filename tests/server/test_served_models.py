@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from scripted_engine import clear_registry
 
 from penstock import PenstockError
 from penstock.config.options import ServerOptions
@@ -12,6 +13,7 @@ from penstock.serve.models.served_models import ServedModels
 
 def test_model_list_is_unavailable_before_supervisor_announces_models() -> None:
     """Clients that take the first model of an empty list would fail."""
+    clear_registry()  # other tests may have created metrics in this process
     served_models = ServedModels(ServerOptions(), Metrics())
     with pytest.raises(PenstockError, match="the engine is starting"):
         served_models.listed()
