@@ -507,8 +507,8 @@ def test_folder_of_checkpoints_is_a_model_repository(tmp_path: Path, alone: dict
         ),
         (["--models", '{"a": "/b"}', "--load-model", "a"], "requires --model-control-mode explicit"),
         (
-            ["--models", '{"a": "/b"}', "--model-control-mode", "explicit", "--load-model", "aa"],
-            "no model 'aa'; did you mean a?",
+            ["--models", '{"alpha": "/b"}', "--model-control-mode", "explicit", "--load-model", "alpah"],
+            "no model 'alpah'; did you mean alpha?",
         ),
     ],
 )
