@@ -297,7 +297,7 @@ def test_request_id_belongs_to_its_api_key(served: Served) -> None:
 
 @pytest.mark.slow
 def test_grpc_stop_ends_only_requests_of_same_key(served: Served, stub: Any) -> None:
-    """Both requests use one connection, as behind a proxy."""
+    """Both requests use one connection, as through a proxy."""
 
     def answers(key: dict[str, str], *requests: Any) -> Iterator[Any]:
         return iter(stub.ModelStreamInfer(iter(requests), metadata=list(key.items())))
