@@ -153,7 +153,7 @@ class ServedModels:
         return iter(self._serving)
 
     def listed(self) -> tuple[ServedModel, ...]:
-        """All served models. Raises ``PenstockError`` (``unavailable``) at the start, before the first model is known."""
+        """All served models. Raises ``PenstockError`` (``unavailable``) before the first model is known."""
         if not self._serving:
             self.check_alive()
         return self._serving
