@@ -4,7 +4,7 @@
 docs/architecture/request.md.
 
 The server runs unmodified: a ``sitecustomize`` module on ``PYTHONPATH`` sets a profile function in every thread of the
-two processes. It records the functions called from the request until the last event of its stream. Before, warm-up
+two processes. It records the functions called from the request until its line in the access log. Before, warm-up
 requests import modules and fill caches. The result is the intersection over several requests. It omits a file if all of
 its recorded functions are also called while the server is idle: heartbeats, statistics and other periodic work.
 """
@@ -103,6 +103,7 @@ def _send_chat(server: Served, number: int) -> None:
     body = {"model": server.name, "messages": messages, "stream": True, "temperature": 0, "max_tokens": 16}
     response = httpx.post(f"{server.url}/chat/completions", json=body)
     assert response.is_success and response.text.endswith("data: [DONE]\n\n"), response.text
+    server.find(f"id={response.headers['x-request-id']} ")  # the access log is written after the last event
 
 
 def _files(called: set[tuple[str, str]], idle: set[tuple[str, str]]) -> Called:

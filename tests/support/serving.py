@@ -286,6 +286,11 @@ def free_ports(count: int) -> list[int]:
     raise OSError(f"fewer than {count} of 200 tried ports are free")
 
 
+def num_sockets(pid: int) -> int:
+    """Number of open sockets of a process."""
+    return sum(path.readlink().name.startswith("socket:") for path in Path(f"/proc/{pid}/fd").iterdir())
+
+
 def count_files_and_threads(pid: int) -> tuple[int, int]:
     """Numbers of open files and of threads of a process."""
     folder = Path("/proc") / str(pid)
