@@ -128,6 +128,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """Role of the engine: ``mixed``, ``prefill`` or ``decode``."""
     max_waiting: int = 0
     """The option ``max_waiting``."""
+    host_bytes: int = 0
+    """Bytes of host memory for weights and KV cache on all ranks; 0 on a GPU."""
     state: EngineState = EngineState()
     """Weights, pause and sleep state of the engine."""
     tokenizer_version: str = ""

@@ -21,7 +21,7 @@ from penstock.core.requests import ISOLATED_DEATHS
 
 from . import messages
 from .actions import EngineState, Inspect, LoadAdapter, ResetPrefixCache, Synchronize, UnloadAdapter
-from .client import STOPPING, EngineClient
+from .client import ENGINE_RESTARTS, STOPPING, EngineClient
 from .instance import Instance
 from .prefix_index import PrefixIndex
 from .replica import OpenRequest, Replica
@@ -130,8 +130,28 @@ class EnginePool:
         for address in addresses:
             self._add(address)
 
+    def set_engines(self, addresses: Collection[str]) -> bool:
+        """Replace the engines started by this server. Returns True if there are new ones. Once they are connected,
+        those not in ``addresses`` are removed: their requests continue on the new ones, and those that cannot finish
+        where they are."""
+        added = [address for address in addresses if address not in {replica.address for replica in self._replicas}]
+        if not added:
+            return False
+        for replica in self._replicas:
+            replica.replaced = replica.instance is None and replica.address not in addresses
+        for address in added:
+            self._add(address)
+        return True
+
+    async def connected(self) -> None:
+        """Wait until all engines started by this server are connected. Raises ``PenstockError`` (``unavailable``) after
+        ``stop_serving``."""
+        clients = [replica.client for replica in self._replicas if replica.instance is None and not replica.replaced]
+        await asyncio.gather(*(client.ready() for client in clients))
+
     def set_instances(self, instances: Iterable[Instance]) -> None:
-        """Replace the instances. Instances not in ``instances`` finish their requests, and are then removed."""
+        """Replace the instances. The requests of those not in ``instances`` continue on other ones, or finish where
+        they are."""
         found = {f"tcp://{instance.address}": instance for instance in instances}
         for replica in self._replicas:
             if replica.instance is None:
@@ -139,9 +159,9 @@ class EnginePool:
             replica.leaving = replica.address not in found
             if not replica.leaving:
                 replica.instance = found.pop(replica.address)
-        self._remove_idle()
         for address, instance in found.items():
             self._add(address, instance)
+        self._move_from_leaving()
         self._changed.set()
 
     def _add(self, address: str, instance: Instance | None = None) -> None:
@@ -165,7 +185,7 @@ class EnginePool:
         self._replicas.append(replica)
 
     def _remove_idle(self) -> None:
-        """Disconnect from instances that are leaving and have no open request."""
+        """Disconnect from engines that are leaving and have no open request."""
         for replica in [replica for replica in self._replicas if replica.leaving and not replica.num_requests]:
             self._replicas.remove(replica)
             self._prefixes.remove_replica(replica.number)
@@ -178,7 +198,7 @@ class EnginePool:
     @property
     def reports(self) -> list[messages.Ready]:
         """Reports of the connected engines started by this server."""
-        started = [replica.client for replica in self._replicas if replica.instance is None]
+        started = [replica.client for replica in self._replicas if replica.instance is None and not replica.leaving]
         return [client.engine for client in started if client.engine]
 
     @property
@@ -238,7 +258,7 @@ class EnginePool:
         try:
             engine = self.require_engine()
         except PenstockError as error:
-            if self._last_engine is None or not self._may_wait(error):
+            if self._last_engine is None or not self._may_wait(error.failure):
                 raise
             return self._last_engine
         self._last_engine, self._lost_at = engine, math.inf
@@ -365,7 +385,7 @@ class EnginePool:
         try:
             self._assign(entry)
         except PenstockError as error:
-            if not self._may_wait(error):
+            if not self._may_wait(error.failure):
                 raise
             self._check_queue()
             self._wait(entry)
@@ -453,10 +473,10 @@ class EnginePool:
 
     # --- Waiting for an engine --------------------------------------------------------------------------------------
 
-    def _may_wait(self, error: PenstockError) -> bool:
-        """True if a request that failed with ``error`` may wait for an engine: there was one, which was lost less than
-        the resume timeout ago."""
-        if error.failure.code is not Code.UNAVAILABLE or error.failure == messages.ENGINE_ASLEEP or self._refusing:
+    def _may_wait(self, failure: Failure) -> bool:
+        """True if a request that failed with ``failure`` may wait for an engine: one was lost less than the resume
+        timeout ago."""
+        if failure.code is not Code.UNAVAILABLE or failure == messages.ENGINE_ASLEEP or self._refusing:
             return False
         now = time.monotonic()
         self._lost_at = min(self._lost_at, now)
@@ -489,7 +509,7 @@ class EnginePool:
             try:
                 self._assign(entry)
             except PenstockError as error:
-                if self._may_wait(error):
+                if self._may_wait(error.failure):
                     continue
                 self._fail([entry.request.request_id], error.failure)
 
@@ -612,11 +632,14 @@ class EnginePool:
     # --- Callbacks of the replicas ----------------------------------------------------------------------------------
 
     def _on_replica_deltas(self, replica: Replica, deltas: list[TokenDelta]) -> None:
-        forwarded = []
+        forwarded, moved = [], []
         for delta in deltas:
             if entry := self._open.get(delta.request_id):
-                if entry.replica is not replica or (_is_rejected(delta) and self._retry(entry, replica)):
+                if entry.replica is not replica:
                     continue  # the request runs on another replica now
+                if (rejection := _rejection(delta)) and self._retry(entry, replica, rejection):
+                    moved += [delta.request_id] * entry.started
+                    continue
                 entry.engine = replica.client.engine
                 if entry.unstarted_tokens:
                     entry.mark_started()
@@ -627,6 +650,7 @@ class EnginePool:
                         delta = entry.without_repeated(delta)
                     entry.started = bool(delta.token_ids or delta.finished)
             forwarded.append(delta)
+        self._on_moved(moved, "engine_stopping")
         self._on_deltas(forwarded, engine.state.weights_version if (engine := replica.client.engine) else "")
 
     def _on_replica_ready(self, replica: Replica, engine: messages.Ready) -> None:
@@ -640,11 +664,17 @@ class EnginePool:
         self._changed.set()
         if (known := self.engine) is not None:
             self._last_engine, self._lost_at = known, math.inf
+        own = [one for one in self._replicas if one.instance is None]
+        if any(one.replaced and not one.leaving for one in own) and all(one.engine or one.replaced for one in own):
+            for one in own:
+                one.leaving = one.replaced
         self._continue_waiting()
+        self._move_from_leaving()
 
     def _on_replica_stats(self, replica: Replica, stats: messages.Stats) -> None:
         replica.num_other_requests = stats.requests_of_others
         self._continue_waiting()  # an engine may have loaded an adapter, or answer again
+        self._move_from_leaving()
 
     def _on_replica_adapters(self, adapters: dict[str, str]) -> None:
         """Called when an engine's adapters have changed. Engines that are not connected load them when they connect."""
@@ -662,17 +692,31 @@ class EnginePool:
         lost = [name for name, entry in self._open.items() if entry.replica is replica]
         continued = {name for name in lost if self._retry(self._open[name])}
         failed = [name for name in lost if name not in continued]
-        self._remove_idle()
         if lost:
             message = "%s: %d of its %d requests continue on another engine or wait for one"
             logger.warning(message, failure.message, len(continued), len(lost))
-        self._on_moved(continued, "engine_died" if replica.instance is None else "engine_lost")
+        reason = "engine_stopping" if failure == ENGINE_RESTARTS else "engine_died"
+        self._on_moved(continued, reason if replica.instance is None else "engine_lost")
         self._fail(failed, failure)
+        self._remove_idle()
 
     def _on_replica_stopping(self, replica: Replica) -> None:
-        """Move the requests of an instance that is stopping to other instances, so that it need not wait for their end.
-        Those that cannot continue elsewhere finish there. Engines of this server finish all their requests."""
-        if replica.instance is None or not self._resume.timeout:
+        """Move the requests of an instance that is stopping. Engines of this server stop when their requests have
+        ended, or as part of a restart."""
+        if replica.instance is not None:
+            self._move_from(replica)
+
+    def _move_from_leaving(self) -> None:
+        """Move the requests of engines that are leaving, and disconnect from those without requests."""
+        for replica in self._replicas:
+            if replica.leaving and replica.num_requests:
+                self._move_from(replica)
+        self._remove_idle()
+
+    def _move_from(self, replica: Replica) -> None:
+        """Move the requests of an engine to other engines, so that it need not wait for their end. Those that cannot
+        continue elsewhere finish there."""
+        if not self._resume.timeout:
             return
         moved = []
         for name, entry in self._open.items():
@@ -683,9 +727,9 @@ class EnginePool:
                 replica.client.notify(messages.Abort(name))
                 moved.append(name)
         if moved:
-            logger.info("%s is stopping: %d requests continue on other instances", replica.client.name, len(moved))
+            name = "the engine" if replica.instance is None else replica.client.name
+            logger.info("%s is stopping: %d requests continue on other engines", name, len(moved))
         self._on_moved(moved, "engine_stopping")
-        self._remove_idle()
 
     def _count_deaths(self, suspects: frozenset[int]) -> None:
         """Count the death of an engine for the requests of its fatal step. Fail the request that was computed alone
@@ -701,12 +745,13 @@ class EnginePool:
                     )
                     self._fail([name], Failure(Code.INTERNAL, message))
 
-    def _retry(self, entry: OpenRequest, full: Replica | None = None) -> bool:
+    def _retry(self, entry: OpenRequest, full: Replica | None = None, rejection: Failure | None = None) -> bool:
         """Continue a request on another replica, or keep it until one is available. Returns False if it cannot
         continue.
 
         Args:
             full: replica that has rejected the request.
+            rejection: reason of the rejection.
         """
         if entry.aborted or (entry.engine and not self._resume.timeout):
             return False
@@ -715,7 +760,9 @@ class EnginePool:
         try:
             self._assign(entry)
         except PenstockError as error:
-            if not self._may_wait(error):
+            # A replica that is stopping rejects requests until it ends; they wait for the next one.
+            stopping = rejection if rejection and rejection.code is Code.UNAVAILABLE else None
+            if not self._may_wait(stopping or error.failure):
                 return False
             entry.full = frozenset()
             self._wait(entry)
@@ -737,10 +784,10 @@ def _needs_hidden_states(request: EngineRequest) -> bool:
     return request.pooling is not None or sampling.prompt_logprobs is not None or sampling.return_context_logits
 
 
-def _is_rejected(delta: TokenDelta) -> bool:
-    """True if a replica has rejected the request because its queue is full or the engine is stopping."""
+def _rejection(delta: TokenDelta) -> Failure | None:
+    """Failure with which a replica has rejected the request because its queue is full or the engine is stopping."""
     failure = delta.failure
     if failure is None:
-        return False
+        return None
     full = failure.code is Code.OVERLOADED and failure.field == "max_waiting"
-    return full or failure in (messages.ENGINE_STOPPING, messages.ENGINE_STOPPED)
+    return failure if full or failure in (messages.ENGINE_STOPPING, messages.ENGINE_STOPPED) else None

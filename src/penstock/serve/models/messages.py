@@ -96,7 +96,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """To the supervisor: this process serves the model of ``engine``; empty: this process accepts requests."""
+    """To the supervisor: this process sends requests to the engine with this address; empty: this process accepts
+    requests."""
 
     engine: str = ""
 

@@ -184,7 +184,8 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C reaches the whole group; the supervisor handles it
+    for number in (signal.SIGINT, signal.SIGHUP):  # they may reach the whole group; the supervisor handles them
+        loop.add_signal_handler(number, lambda: None)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_report_alive(send))]
         tasks += [group.create_task(model_manager.listen(buffered)), group.create_task(repository.follow())]
