@@ -38,8 +38,8 @@ class AsyncLLM:
         ...     async for output in llm.generate("Once upon a time"):
         ...         print(output.outputs[0].text)
 
-    Takes the arguments of ``LLM``. The engine starts when the context is entered. If it crashes, it is restarted and
-    open requests fail immediately. The engine logs messages of at least ``log_level`` to standard error.
+    Takes the arguments of ``LLM``. The engine starts when the context is entered. If it crashes, it is restarted, and
+    open requests continue (option ``resume``). The engine logs messages of at least ``log_level`` to standard error.
     """
 
     def __init__(

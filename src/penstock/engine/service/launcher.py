@@ -76,8 +76,8 @@ class EngineProcess:
         self._process: Process | None = None
         self._start_seconds = 0.0
         """Duration of the last start."""
-        self._restarting: asyncio.Future[None] | None = None
-        """Set while the process is restarted on purpose; done when the next process is ready."""
+        self._restarting: asyncio.Future[PenstockError | None] | None = None
+        """Set while the process is restarted on purpose; done with the error or None once the next one was started."""
         self._restart_limit = RestartLimit()
         self.ready: messages.Ready | None = None
         """Report of the running engine; None while it starts."""
@@ -107,11 +107,10 @@ class EngineProcess:
             if (restarting := self._restarting) and not restarting.done():
                 self._suspects = []
                 try:
-                    await self._relaunch(self._previous_weights)
-                    restarting.set_result(None)
+                    restarting.set_result(await self._relaunch(self._previous_weights))
                 except PenstockError as error:
                     logger.error("%s could not be restarted: %s", self._name, error)
-                    restarting.set_exception(error)
+                    restarting.set_result(error)
                 continue
             logger.error("%s (process %d) ended: %s", self._name, self._process.pid, exit_reason(status))
             if not self.restarts:
@@ -156,9 +155,10 @@ class EngineProcess:
         continue there if a start takes at most half of ``resume_timeout``; otherwise they get ``drain_timeout`` to end.
 
         Args:
-            weights: folder of the weights to load. If they cannot be loaded, the next process has the current ones.
+            weights: folder of the weights to load.
 
-        Raises ``PenstockError`` if the next process does not start; ``watch`` then tries again.
+        Raises ``PenstockError`` if the next process cannot load them, and has the current weights again, or does not
+        start; ``watch`` then tries again.
         """
         assert self._process is not None
         assert self._restarting is None
@@ -169,13 +169,11 @@ class EngineProcess:
         try:
             timeout = self._drain_timeout * drains + EXIT_TIMEOUT
             await terminate(self._process, timeout, signal.SIGTERM if drains else signal.SIGUSR1)
-            await self._restarting
+            error = await self._restarting
         finally:
             self._restarting = None
-        if self.weights != weights:
-            raise PenstockError(
-                Code.INVALID, f"the engine could not load the weights of {weights}; the log has the cause"
-            )
+        if error:
+            raise error
 
     async def close(self) -> int:
         """Stop the engine once its open requests have ended, or at once if it is starting. Returns its exit status."""
@@ -185,7 +183,7 @@ class EngineProcess:
             number = signal.SIGTERM if self.ready else signal.SIGKILL
             status = await terminate(self._process, self._drain_timeout + EXIT_TIMEOUT, number)
         if self._restarting and not self._restarting.done():
-            self._restarting.set_exception(PenstockError(Code.UNAVAILABLE, "the server is stopping"))
+            self._restarting.set_result(PenstockError(Code.UNAVAILABLE, "the server is stopping"))
         self._heartbeat.close()
         self._step_record.close()
         self._folder.close()
@@ -216,11 +214,13 @@ class EngineProcess:
                 process.kill()
                 return
 
-    async def _relaunch(self, fallback: str = "") -> None:
+    async def _relaunch(self, fallback: str = "") -> PenstockError | None:
         """Start the next process. If it cannot read its weights, start it with those of ``fallback`` (empty: the option
-        ``model``), unless there are other replicas, whose weights must be equal. Raises ``PenstockError``."""
+        ``model``) and return the error, unless there are other replicas, whose weights must be equal. Raises
+        ``PenstockError``."""
         try:
             await self._launch()
+            return None
         except PenstockError as error:
             unavailable = error.failure.code is Code.UNAVAILABLE
             if self.weights == fallback or self.options.data_parallel_size > 1 or unavailable:
@@ -229,6 +229,7 @@ class EngineProcess:
             logger.error(message, self._name, self.weights, error, fallback or "the option model")
             self.weights = fallback
             await self._launch()
+            return error
 
     async def _launch(self) -> messages.Ready:
         started = time.monotonic()
