@@ -291,8 +291,9 @@ class EngineClient:
                 case messages.Cancel(request_ids):
                     self._on_cancel(request_ids)
                 case messages.Adapters(paths):
-                    self.adapters = paths
-                    self._on_adapters(paths)
+                    loading = {name: self.adapters[name] for name in self._reloads.values() if name in self.adapters}
+                    self.adapters = loading | paths
+                    self._on_adapters(self.adapters)
                 case messages.CallResult(call_id, failure, snapshot):
                     self._reloads.pop(call_id, None)
                     if (call := self._calls.get(call_id)) is not None and not call.done():

@@ -119,7 +119,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """``Engine.info.fingerprint``: equal for engines with bit-identical results."""
     batch_invariant: bool
     adapters: dict[str, str]
-    """Name → folder of each LoRA adapter that is loaded or being loaded (``Adapters.paths``)."""
+    """Name → folder of each loaded LoRA adapter."""
     iteration_timeout: float = 0.0
     """The option ``engine_iteration_timeout``, seconds; 0: no timeout."""
     prefix_caching: bool = True
@@ -326,7 +326,7 @@ class Adapters(msgspec.Struct, tag=True, frozen=True):
     """The LoRA adapters of the engine. Sent to every client when they change."""
 
     paths: dict[str, str]
-    """Name → folder of each adapter that is loaded or being loaded."""
+    """Name → folder of each loaded adapter."""
 
 
 class StepStarted(msgspec.Struct, tag=True, frozen=True):
