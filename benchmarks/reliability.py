@@ -33,6 +33,7 @@ SCENARIOS: dict[str, Scenario] = {
     "1,000 connections at once, a queue of 256": lambda q: storm.many_connections(q, 1000),
     "more requests than the queue holds": lambda q: storm.overload(q, 400),
     "kill -9 of the engine": lambda q: storm.engine_killed(q, 200),
+    "kill -9 of an engine, one of two": lambda q: storm.engine_killed(q, 200, "--data-parallel-size", "2"),
     "kill -9 of a rank, one of two": lambda q: storm.worker_killed(q, 200),
     "SIGHUP: rolling restart": lambda q: storm.engine_replaced(q, 200),
     "SIGHUP: rolling restart of two replicas": lambda q: storm.engine_replaced(q, 200, "--data-parallel-size", "2"),

@@ -539,17 +539,16 @@ async def many_connections(
 
 
 async def engine_killed(
-    questions: Sequence[Question], count: int, times: int = 2, shared: Served | None = None
+    questions: Sequence[Question], count: int, *arguments: str, times: int = 2, shared: Served | None = None
 ) -> Tally:
-    """Kill (-9) the engine under load: its streams continue in the next engine, and requests that are sent meanwhile
-    are answered."""
-    tally = Tally(f"kill -9 of the engine, {times} times")
-    async with server(questions, shared=shared) as served:
+    """Kill (-9) the engine, or the first one, under load: its streams continue in the next or another engine, and
+    requests that are sent meanwhile are answered."""
+    tally = Tally(" ".join((f"kill -9 of the engine, {times} times", *arguments)))
+    async with server(questions, *arguments, shared=shared) as served:
         resumed = (await read_metrics(served)).get(RESUMED, 0.0)
         for _ in range(times):
             async with open_streams(served, longest(questions), count) as tasks:
-                (engine,) = served.pids["engine"]
-                os.kill(engine, signal.SIGKILL)
+                os.kill(served.pids["engine"][0], signal.SIGKILL)
                 await send_at_once(tally, served, questions, count)
                 tally.replies += await asyncio.gather(*tasks)
             await warm_up(served, questions)

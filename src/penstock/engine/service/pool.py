@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import msgspec
 
@@ -23,14 +22,12 @@ from . import messages
 from .actions import EngineState, Inspect, LoadAdapter, ResetPrefixCache, Synchronize, UnloadAdapter
 from .client import ENGINE_RESTARTS, STOPPING, EngineClient
 from .instance import Instance
-from .prefix_index import PrefixIndex
+from .load_balancer import LoadBalancer
 from .replica import OpenRequest, Replica
 from .snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-MAX_OVERDUE = 2.0
-"""Seconds by which an engine's heartbeat or message may be overdue before other engines are preferred."""
 INSPECT_TIMEOUT = 2.0
 """Maximum seconds to wait for an engine's snapshot."""
 NO_ENGINE = Failure(Code.UNAVAILABLE, "no instance is available to answer; try again soon")
@@ -61,16 +58,7 @@ class EnginePool:
     """Sends requests to one of several engines with the same model: data-parallel replicas started by this server, and
     instances on any host (``set_instances``). Create and use a pool in one event loop.
 
-    A request is sent to the replica with the least cost. The cost is a number of tokens: uncached tokens of the
-    request's prompt, prompt tokens that the replica has not computed yet, tokens for which the replica has no free KV
-    blocks, and ``request_cost`` for each of its open requests. So a request is sent to the replica with its longest
-    cached prefix, unless the additional load of that replica exceeds the tokens saved. ``PrefixIndex`` estimates the
-    cached prefixes from the requests sent by this process. Among equal replicas the choice is random. If the queue of a
-    replica is full, another replica is tried. Requests with an ``external_id`` are assigned by the checksum of that id,
-    which must be unique among all processes.
-
-    If there are prefill instances, and the replica would have to compute ``min_prefill_tokens`` or more, the request
-    lists the prefill instances, in ascending order of the prompt tokens that they have to compute.
+    ``LoadBalancer`` chooses the replica of a request. If its queue is full, another replica is tried.
 
     When an engine is lost, its requests continue on another one, from the output that has arrived: the same engine
     process started again, a replica, or another instance. Until one is available they wait, as new requests do.
@@ -115,8 +103,6 @@ class EnginePool:
         """Time since which no engine is available, monotonic clock, as far as noticed."""
         self._get_vocabulary = get_vocabulary
         self._on_cancel = on_cancel
-        self._request_cost = request_cost
-        self._min_prefill_tokens = min_prefill_tokens
         self._secret = secret
         self._open: dict[str, OpenRequest] = {}
         self._counted: set[tuple[str, int]] = set()
@@ -126,7 +112,7 @@ class EnginePool:
         """Set when an engine connects or the instances change, and by ``stop_serving``."""
         self._closing: set[asyncio.Task[None]] = set()
         self._replicas: list[Replica] = []
-        self._prefixes = PrefixIndex()
+        self._balancer = LoadBalancer(self._replicas, request_cost, min_prefill_tokens)
         for address in addresses:
             self._add(address)
 
@@ -188,7 +174,7 @@ class EnginePool:
         """Disconnect from engines that are leaving and have no open request."""
         for replica in [replica for replica in self._replicas if replica.leaving and not replica.num_requests]:
             self._replicas.remove(replica)
-            self._prefixes.remove_replica(replica.number)
+            self._balancer.forget(replica)
             task = asyncio.ensure_future(replica.client.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -327,7 +313,7 @@ class EnginePool:
 
     async def reset_prefix_cache(self) -> None:
         """Drop the cached prefixes of all connected engines."""
-        self._prefixes.clear()
+        self._balancer.clear()
         await asyncio.gather(*(replica.client.call(ResetPrefixCache()) for replica in self._connected(asleep=True)))
 
     async def load_adapter(self, name: str, path: str) -> None:
@@ -407,8 +393,7 @@ class EnginePool:
             return
         if abort:
             replica.client.notify(messages.Abort(request_id))
-        if self._has_choice:
-            self._prefixes.insert(entry.request, output or [], replica.number)
+        self._balancer.record(entry.request, output or [], replica)
         if replica.leaving:
             self._remove_idle()
 
@@ -455,13 +440,7 @@ class EnginePool:
             request = msgspec.structs.replace(request, resumed=output)
         if entry.deaths:
             request = msgspec.structs.replace(request, deaths=entry.deaths)
-        cached = self._cached_tokens(request)
-        replica = self._route(request, available, cached)
-        uncached = len(request.prompt) - cached[replica]
-        prefills = self._prefill_instances(request, uncached, cached) if replica.takes_kv else []
-        if self._has_choice:
-            for computing in [replica, *prefills[:1]]:
-                self._prefixes.insert(request, [], computing.number)
+        replica, uncached, prefills = self._balancer.choose(request, available)
         addresses = tuple([replica.kv_address for replica in prefills])
         replica.client.add(msgspec.structs.replace(request, prefill=addresses) if addresses else request)
         entry.assign(replica, uncached, prefills)
@@ -538,12 +517,7 @@ class EnginePool:
         if names:
             self._on_lost(failure, names)
 
-    # --- Routing ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _has_choice(self) -> bool:
-        """True if there are several replicas."""
-        return len(self._replicas) > 1
+    # --- Available engines ------------------------------------------------------------------------------------------
 
     def _connected(self, asleep: bool = False) -> list[Replica]:
         """Replicas that accept requests, including prefill instances. If none does, raises the first replica's error.
@@ -568,66 +542,6 @@ class EnginePool:
         if not available:
             raise PenstockError.of(NO_ENGINE)
         return available
-
-    def _cached_tokens(self, request: EngineRequest) -> dict[Replica, int]:
-        """Estimated number of leading prompt tokens that each replica has cached."""
-        if not self._has_choice:
-            return dict.fromkeys(self._replicas, 0)
-        self._prefixes.set_capacity([replica.client.engine for replica in self._replicas])
-        counts = self._prefixes.cached_tokens(request, max(replica.number for replica in self._replicas) + 1)
-        return {replica: counts[replica.number] for replica in self._replicas}
-
-    def _route(self, request: EngineRequest, available: list[Replica], cached: dict[Replica, int]) -> Replica:
-        """Choose the replica of ``available`` with the least cost for a request (see ``EnginePool``)."""
-        available = [replica for replica in available if replica.has_adapter(request.adapter)] or available
-        available = [replica for replica in available if replica.client.overdue < MAX_OVERDUE] or available
-        # Rendezvous hashing: all processes choose the same replica, also after other replicas were added or removed.
-        if request.external_id:
-            return max(available, key=lambda replica: crc32(f"{request.external_id} {replica.address}".encode()))
-        length, loads = len(request.prompt), self._loads()
-        room = {replica: self._room(replica) for replica in available}
-
-        def cost(replica: Replica) -> tuple[float, int]:
-            return loads[replica] + length - cached[replica] + max(length - room[replica], 0), loads[replica]
-
-        random.shuffle(available)  # without this, all processes would choose the first of several equal replicas
-        return min(available, key=cost)
-
-    def _prefill_instances(self, request: EngineRequest, uncached: int, cached: dict[Replica, int]) -> list[Replica]:
-        """Prefill instances for a request with ``uncached`` prompt tokens on its replica, the preferred instance first;
-        empty if the replica should compute the prompt."""
-        if uncached < self._min_prefill_tokens or _needs_hidden_states(request):
-            return []
-        length = len(request.prompt)
-
-        def is_suitable(replica: Replica) -> bool:
-            if replica.generates or not replica.kv_address or not replica.has_adapter(request.adapter):
-                return False
-            try:
-                return length <= replica.require_engine().max_model_len
-            except PenstockError:
-                return False
-
-        def cost(replica: Replica) -> int:  # its statistics include all routers' requests, but are up to a second old
-            return max(replica.client.stats.prompt_tokens, replica.prefill_cost) + length - cached[replica]
-
-        suitable = [replica for replica in self._replicas if is_suitable(replica)]
-        random.shuffle(suitable)
-        return sorted(suitable, key=cost)
-
-    def _loads(self) -> dict[Replica, int]:
-        """Load of each replica: prompt tokens not computed yet, plus ``request_cost`` per open request."""
-        return {
-            one: self._request_cost * (one.num_other_requests + one.num_requests) + one.cost for one in self._replicas
-        }
-
-    def _room(self, replica: Replica) -> float:
-        """Number of tokens for which a replica has free KV blocks, minus the prompt tokens of requests that have not
-        started; infinity without statistics."""
-        engine, stats = replica.client.engine, replica.client.stats
-        if engine is None or not stats.blocks:  # the engine has sent no statistics yet
-            return float("inf")
-        return (stats.blocks - stats.blocks_used) * engine.block_size - replica.unstarted_tokens
 
     # --- Callbacks of the replicas ----------------------------------------------------------------------------------
 
@@ -660,7 +574,7 @@ class EnginePool:
             self._count_deaths(frozenset(engine.suspects))
         if replica.weights_version != engine.weights_version:
             replica.weights_version = engine.weights_version
-            self._prefixes.remove_replica(replica.number)
+            self._balancer.forget(replica)
         self._changed.set()
         if (known := self.engine) is not None:
             self._last_engine, self._lost_at = known, math.inf
@@ -684,7 +598,7 @@ class EnginePool:
 
     def _on_replica_lost(self, replica: Replica, failure: Failure) -> None:
         replica.num_other_requests = 0
-        self._prefixes.remove_replica(replica.number)
+        self._balancer.forget(replica)
         if self._refusing:
             self._on_lost(failure, [name for name, entry in self._open.items() if entry.replica is replica])
             return
@@ -776,12 +690,6 @@ def _common(engines: list[messages.Ready]) -> messages.Ready | None:
     shortest = min(engine.max_model_len for engine in engines)
     first = engines[0]
     return first if first.max_model_len == shortest else msgspec.structs.replace(first, max_model_len=shortest)
-
-
-def _needs_hidden_states(request: EngineRequest) -> bool:
-    """True if the request needs the model's output for every prompt token, not only the keys and values."""
-    sampling = request.sampling
-    return request.pooling is not None or sampling.prompt_logprobs is not None or sampling.return_context_logits
 
 
 def _rejection(delta: TokenDelta) -> Failure | None:
