@@ -1,4 +1,5 @@
-"""Random requests of every dialect while engines are killed: each answer equals that of an undisturbed server."""
+"""Random requests of every dialect while engines are killed and replaced: each answer equals that of an undisturbed
+server."""
 
 from __future__ import annotations
 
@@ -415,12 +416,15 @@ class Asker:
 
 
 async def kill_engines(served: Served, asker: Asker, rng: Random) -> None:
-    """Kill the oldest engine after a random number of received parts, ``NUM_KILLS`` times."""
-    for _ in range(NUM_KILLS):
-        threshold = asker.received + rng.randint(30, 300)
+    """Kill the oldest engine ``NUM_KILLS`` times, and replace all engines once (SIGHUP), in random order, each time
+    after a random number of received parts."""
+    faults = [signal.SIGKILL] * NUM_KILLS + [signal.SIGHUP]
+    rng.shuffle(faults)
+    for fault in faults:
+        threshold = asker.received + rng.randint(30, 250)
         while asker.received < threshold:
             await asyncio.sleep(rng.uniform(0.0, 0.1))
-        os.kill(served.pids["engine"][0], signal.SIGKILL)
+        os.kill(served.pids["engine"][0] if fault == signal.SIGKILL else served.pid, fault)
 
 
 @pytest.fixture(scope="module")
@@ -434,7 +438,9 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_answers_equal_undisturbed_ones_while_engines_are_killed(flags: tuple[str, ...], replicas: int) -> None:
+def test_answers_equal_undisturbed_ones_while_engines_are_killed_and_replaced(
+    flags: tuple[str, ...], replicas: int
+) -> None:
     rng = Random(f"resumed answers: {replicas}")
     requests = [draw_request(rng, number) for number in range(COUNT)]
     with Served(*flags) as undisturbed:
@@ -447,7 +453,8 @@ def test_answers_equal_undisturbed_ones_while_engines_are_killed(flags: tuple[st
         assert killing.done(), "all requests ended before the last kill"
         await killing
         num_resumed = (await read_metrics(served))["penstock:requests_resumed_total"]
-        print(f"{replicas} engines: {num_resumed:.0f} of {len(some)} requests continued after kills")
+        print(f"{replicas} engines: {num_resumed:.0f} of {len(some)} requests continued in another engine")
+        await asyncio.to_thread(served.find, "was replaced by")
         return answers
 
     answers: list[Any] = []
