@@ -20,6 +20,8 @@ class Texts(msgspec.Struct, frozen=True):
     """Side that is truncated."""
     max_second_len: int | None = None
     """Maximum number of tokens of the second text; None: no limit."""
+    has_breaks: bool = False
+    """The text has breaks that are removed (``control_tokens.BREAK``)."""
 
     def __len__(self) -> int:
         return len(self.text) + len(self.pair or "")
