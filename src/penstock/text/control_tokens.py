@@ -230,8 +230,8 @@ def _choose_breaks(texts: Mapping[str, int], plain: Tokenizer, breaking: Tokeniz
         encoded = tokenizer.encode_batch([f" {part}" for part in parts], add_special_tokens=False)
         return [each.ids for each in encoded]
 
-    joined, single = encode(breaking, [f"a{BREAK} a", "a"])
-    if len(joined) > 2 * len(single):  # the tokenizer does not remove BREAK
+    (probe,) = breaking.encode_batch([f"a{BREAK}a"], add_special_tokens=False)
+    if any(start < 1 + len(BREAK) and end > 1 for start, end in probe.offsets):  # BREAK is not removed
         return {}, [*texts]
     expected = encode(plain, texts)
     candidates = [_boundaries(text, each) for text, each in zip(texts, plain.encode_batch([*texts]), strict=True)]
