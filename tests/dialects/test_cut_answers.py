@@ -278,3 +278,31 @@ def test_completion_cut_off_by_limit_is_marked(name: str) -> None:
                 assert is_cut(await document(server, path, body, {})) is (finished is FinishReason.LENGTH)
 
     asyncio.run(check_reasons())
+
+
+TRUNCATED: dict[str, tuple[str, Any]] = {
+    "completions": ("/v1/completions", {"prompt": "one two three four", "truncate_prompt_tokens": 3}),
+    "chat": ("/v1/chat/completions", {"messages": QUESTION, "truncate_prompt_tokens": 3}),
+    "vLLM": ("/generate", {"prompt": "one two three four", "truncate_prompt_tokens": 3}),
+    "Text Generation Inference": ("/generate", {"inputs": "one two three four", "parameters": {"truncate": 3}}),
+}
+"""Requests that truncate their prompt."""
+
+
+@pytest.mark.parametrize("name", TRUNCATED)
+def test_header_has_number_of_truncated_prompt_tokens(name: str) -> None:
+    path, body = TRUNCATED[name]
+
+    async def check_header() -> None:
+        async with scripted_server() as server:
+            server.say("Let me")
+            for stream in (False, True):
+                answer = await server.http.post(path, json=body | {"stream": stream})
+                assert answer.status_code == 200, answer.text
+                assert int(answer.headers["x-penstock-truncated"]) > 0
+                assert len(server.engines.requests[-1].prompt) == 3
+            del body["parameters" if name.startswith("Text") else "truncate_prompt_tokens"]
+            answer = await server.http.post(path, json=body)
+            assert "x-penstock-truncated" not in answer.headers
+
+    asyncio.run(check_header())

@@ -128,7 +128,7 @@ class GenerateHandler(GenerationHandler):
         prompt = TokenizedPrompt(await self.service.gateway.encode(request.prompt), request.prompt)
         if request.truncate_prompt_tokens is not None:
             maximum = self.max_model_len - (self.sampling.max_tokens or 1)
-            prompt = TokenizedPrompt(truncate(prompt.token_ids, request, maximum))
+            prompt = truncate(TokenizedPrompt(prompt.token_ids), request, maximum)
         return self.generate(prompt)
 
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
