@@ -306,3 +306,65 @@ def test_header_has_number_of_truncated_prompt_tokens(name: str) -> None:
             assert "x-penstock-truncated" not in answer.headers
 
     asyncio.run(check_header())
+
+
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+URL = f"data:image/png;base64,{PIXEL}"
+CHAT_IMAGE: Any = [{"type": "text", "text": "Look."}, {"type": "image_url", "image_url": {"url": URL}}]
+IMAGES: dict[str, tuple[str, Any]] = {
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": CHAT_IMAGE}]}),
+    "FastDeploy": ("/v1/chat/completions", {"messages": [{"role": "user", "content": CHAT_IMAGE}], "metadata": {}}),
+    "PaddleNLP": ("/v1/chat/completions", {"messages": [{"role": "user", "content": CHAT_IMAGE}], "max_dec_len": 9}),
+    "tool result": (
+        "/v1/chat/completions",
+        {"messages": [*QUESTION, {"role": "tool", "tool_call_id": "1", "content": CHAT_IMAGE}]},
+    ),
+    "Anthropic": (
+        "/v1/messages",
+        {
+            "model": "default",
+            "max_tokens": 9,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}
+                    ],
+                }
+            ],
+        },
+    ),
+    "Responses": (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]},
+    ),
+    "Ollama chat": (
+        "/api/chat",
+        {"model": "default", "messages": [{"role": "user", "content": "Look.", "images": [PIXEL]}]},
+    ),
+    "Ollama generate": ("/api/generate", {"model": "default", "prompt": "Look.", "images": [PIXEL]}),
+    "Ollama raw": ("/api/generate", {"model": "default", "prompt": "Look.", "images": [PIXEL], "raw": True}),
+    "llama-server": (
+        "/completion",
+        {"prompt": {"prompt_string": "Look: <__media__>", "multimodal_data": [PIXEL]}},
+    ),
+    "llama-server, older": ("/completion", {"prompt": "[img-1]", "image_data": [{"data": PIXEL, "id": 1}]}),
+    "tokens": ("/tokenize", {"messages": [{"role": "user", "content": CHAT_IMAGE}]}),
+}
+"""Requests with an image: path and body."""
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_image_for_text_model_is_error(name: str) -> None:
+    path, body = IMAGES[name]
+
+    async def check_error() -> None:
+        async with scripted_server() as server:
+            server.say("Let me")
+            for stream in (False, True):
+                given = body if path == "/tokenize" else body | {"stream": stream}
+                answer = await server.http.post(path, json=given)
+                assert answer.status_code in (400, 501) or "error_code" in answer.text, answer.text
+                assert not server.engines.requests
+
+    asyncio.run(check_error())

@@ -207,6 +207,9 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         fields = generate_fields(request, record.unknown)
         if not (request.raw or request.suffix):
             return reply_chat(service, record, request, fields, size, is_chat=False)
+        if request.images:
+            message = "images: cannot be combined with raw or suffix, which use no chat template: leave one of them out"
+            raise PenstockError(Code.UNSUPPORTED, message, "images")
         max_model_len = service.gateway.engine_pool.known_engine().max_model_len
         fields = {"max_tokens": max_model_len} | fields | {"model": models.name_of(request.model or "")}
         converted = convert(fields, CompletionRequest, record.unknown, "numbers")
