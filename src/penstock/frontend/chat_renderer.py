@@ -25,10 +25,9 @@ from penstock.text import (
     reasoning_format,
     tool_call_format,
 )
-from penstock.text.control_tokens import remove_breaks
+from penstock.text.control_tokens import remove_breaks, restore_breaks, with_message_breaks
 from penstock.text.encoding import Texts
 from penstock.text.isolated_template import IsolatedTemplate, TemplatePool
-from penstock.text.message_breaks import markers, restore_breaks, with_message_breaks
 from penstock.text.side_files import choose_template
 
 from .multimodal import IMAGE, move_tool_media, split_media
@@ -217,7 +216,7 @@ class ChatRenderer:
         """Control tokens that stay tokens in the assistant's messages: the markers of reasoning and tool calls, which
         chat templates search for."""
         if (found := self._markers.get(template)) is None:
-            text = markers(reasoning_format("auto", template), tool_call_format("auto", template))
+            text = _all_markers(reasoning_format("auto", template), tool_call_format("auto", template))
             found = frozenset(token for token in self._tokenizer.control_tokens.breaks if token in text)
             self._markers = (
                 {**self._markers, template: found} if len(self._markers) < MAX_TEMPLATES else {template: found}
@@ -274,3 +273,15 @@ def _schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
         if isinstance(function, Mapping) and isinstance(function.get("name"), str)
     }
     return {name: schema for name, schema in schemas.items() if isinstance(schema, Mapping)}
+
+
+def _all_markers(reasoning: ReasoningFormat | None, tools: ToolCallFormat | None) -> str:
+    """All markers of an answer's formats, one per line."""
+    found: list[str] = []
+    if reasoning:
+        found += [reasoning.start_marker, reasoning.end_marker, *reasoning.answer_markers, reasoning.begin]
+        found += [reasoning.before_answer, reasoning.before_call]
+    if tools:
+        found += [*tools.start_markers, *tools.end_markers, *tools.marker_tokens, tools.prefix, *tools.call_start]
+        found += [tools.call_end, tools.separator, tools.suffix]
+    return "\n".join(found)

@@ -11,8 +11,9 @@ from penstock import demo
 from penstock.core.errors import invalid
 
 from . import tokenizer_files
+from .breaking_tokenizer import find_control_tokens, with_breaks
 from .chat_template import ChatTemplate
-from .control_tokens import ControlTokens, find_control_tokens, with_breaks
+from .control_tokens import ControlTokens
 from .detokenizer import Detokenizer
 from .encoding import Encoded, Texts, encode_texts
 from .isolated_template import IsolatedTemplate, TemplatePool
