@@ -258,6 +258,12 @@ PLAIN: dict[str, tuple[str, Any, Callable[[Any], bool]]] = {
         {"inputs": "x", "parameters": {"details": True}},
         lambda one: one["details"]["finish_reason"] == "length",
     ),
+    "vLLM": ("/generate", {"prompt": "x"}, lambda one: one.get("finish_reason") == ["length"]),
+    "PaddleNLP": (
+        "/v1/chat/completions",
+        {"messages": QUESTION, "max_dec_len": 99},
+        lambda one: one.get("finish_reason") == "length",
+    ),
     "FastDeploy": (
         "/v1/completions",
         {"prompt": "x", "metadata": {}},
@@ -276,6 +282,9 @@ def test_completion_cut_off_by_limit_is_marked(name: str) -> None:
             for finished in (FinishReason.LENGTH, FinishReason.STOP):
                 server.say("Let me", finished=finished)
                 assert is_cut(await document(server, path, body, {})) is (finished is FinishReason.LENGTH)
+                if name in ("vLLM", "PaddleNLP"):
+                    lines = await events(server, path, body, {})
+                    assert [is_cut(line) for line in lines].count(True) == (finished is FinishReason.LENGTH)
 
     asyncio.run(check_reasons())
 

@@ -50,7 +50,8 @@ class ControlTokens(msgspec.Struct, frozen=True, dict=True):
         folded = self._folded(text)
         if not self.breaks or not self._pattern.search(folded):
             return []
-        found = [(match.start(), match[1]) for match in self._every.finditer(folded) if match[1] not in exempt]
+        allowed = {self._folded(token) for token in exempt}
+        found = [(match.start(), match[1]) for match in self._every.finditer(folded) if match[1] not in allowed]
         if folded == text:
             return sorted({start + self._breaks[token] for start, token in found})
         starts = list(accumulate((len(self._folded(character)) for character in text), initial=0))
