@@ -34,6 +34,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the tokenizer; empty: the model's folder."""
     chat_template: str = ""
     """Chat template (Jinja), or a file that contains it; empty: the model's template."""
+    allow_special_tokens_in_content: bool = False
+    """Allow special tokens and other control tokens (<think>) in the content of messages; otherwise they are encoded as
+    plain text, so that users cannot forge turns or tool calls."""
     tool_call_parser: Literal[
         "auto",
         "hermes",

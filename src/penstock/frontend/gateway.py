@@ -176,7 +176,7 @@ class Gateway(Steps):
         pair = self.input_processor.pair(first, second)
         if isinstance(pair, Texts):
             return pair
-        return Texts(await self.input_processor.chats.text(pair, {}, self, len(first) + len(second), client=client))
+        return await self.input_processor.chats.text(pair, {}, self, len(first) + len(second), client=client)
 
     async def chat_prompt(
         self, messages: Messages, size: int, options: Mapping[str, Any], **arguments: Any

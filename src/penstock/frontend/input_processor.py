@@ -141,9 +141,9 @@ class InputProcessor:
 
     def encode_texts(self, texts: Texts) -> TokenizedPrompt:
         """Encode a pair of texts, or a text with a token limit."""
-        token_ids, second_text = self.tokenizer.encode_texts(texts)
+        token_ids, second_text, num_truncated = self.tokenizer.encode_texts(texts)
         has_types = second_text and self.pooler.token_types
-        return TokenizedPrompt(token_ids, second_text=second_text if has_types else 0)
+        return TokenizedPrompt(token_ids, second_text=second_text if has_types else 0, num_truncated=num_truncated)
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """Encode a prompt to token ids."""

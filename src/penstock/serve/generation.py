@@ -43,6 +43,7 @@ async def generate(
     """
     service.metrics.record_arrival(sampling)
     record.log_fields["model"] = service.name
+    record.num_truncated += prompt.num_truncated
     if adapter := options.get("adapter"):
         record.log_fields["adapter"] = adapter
     if record.tenant and not service.options.share_prefix_cache:

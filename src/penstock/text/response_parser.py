@@ -82,6 +82,9 @@ class ResponseParser:
         if self._tool_calls and last:
             for found in self._tool_calls.add("", last=True):
                 self._append(found)
+            self.message.has_cut_head = self._tool_calls.has_cut_head
+        if last and isinstance(self._reasoning, HarmonyParser):
+            self.message.has_cut_head = self._reasoning.has_cut_head
         if last:
             self.message.add_text("content", self._marker_filter.flush())
 

@@ -108,6 +108,12 @@ class ChatGeneration(GenerationHandler):
         cursor = self.cursors[completion.index]
         return cursor.delta(self.message(completion)) if cursor.advance(completion) else []
 
+    def cuts_call(self, completion: CompletionOutput) -> bool:
+        """True if a finished sequence was cut off within a tool call, by a limit on its length, a stop string or a stop
+        token. Answers report it; the arguments are not sent as if they were complete."""
+        is_cut = completion.finish_reason == "length" or completion.stop_reason is not None
+        return is_cut and self.message(completion).has_cut_call
+
     def message(self, completion: CompletionOutput) -> Message:
         """Return a sequence's message: without reasoning if ``include_reasoning`` is false, without calls if
         ``tool_choice`` is none, and with only the first call if ``parallel_tool_calls`` is false."""
@@ -120,7 +126,7 @@ class ChatGeneration(GenerationHandler):
             max_calls = 1
         if with_reasoning and max_calls == len(parsed.parts):
             return parsed
-        message = Message()
+        message = Message(has_cut_head=parsed.has_cut_head and max_calls > len(parsed.tool_calls))
         for part in parsed.parts:
             if isinstance(part, ToolCall):
                 if max_calls:

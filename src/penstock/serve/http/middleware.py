@@ -48,6 +48,8 @@ HEALTH_PATHS = PUBLIC_PATHS | {"/config-info"}
 """Paths served on ``health_port`` and ``metrics_port``."""
 WEIGHTS_HEADER = "x-weights-version"
 """Header of generated answers: version of the model's weights."""
+TRUNCATED_HEADER = "x-penstock-truncated"
+"""Header with the number of prompt tokens that were removed to fit a limit."""
 FINGERPRINT_HEADER = "x-penstock-fingerprint-mismatch"
 """Header of all answers if the fingerprints of instances differ."""
 Refuse = Callable[[Scope, Send], Awaitable[None]]
@@ -114,6 +116,8 @@ class RequestLogMiddleware:
                     added.append((WEIGHTS_HEADER.encode(), record.weights_version.encode()))
                 if names := record.unknown.header:
                     added.append((HEADER.encode(), names.encode()))
+                if record.num_truncated:
+                    added.append((TRUNCATED_HEADER.encode(), str(record.num_truncated).encode()))
                 if self._fingerprints and len(several := self._fingerprints()) > 1:
                     added.append((FINGERPRINT_HEADER.encode(), ", ".join(several).encode()))
                 message["headers"] = [*message.get("headers", ()), *added]

@@ -61,6 +61,8 @@ class RequestRecord:
     """Version of the weights that computed the first output tokens."""
     unknown: UnknownFields = field(default_factory=UnknownFields)
     """Fields of the request that its schema does not have."""
+    num_truncated: int = 0
+    """Number of prompt tokens that were removed, as the request or the dialect truncates prompts."""
     memory: Reservation | None = None
     """Reserved memory for the body; None: the body is small."""
     span: Span | None = None

@@ -92,6 +92,8 @@ class ToolCallParser(ABC):
         self.calls: list[ToolCall] = []
         """The calls so far; the last one may still grow."""
         self._start_markers, self._end_markers, self._separators = form.start_markers, form.end_markers, separators
+        self.has_cut_head = False
+        """True if the text ended before the arguments of a call began; that call is dropped."""
         self._new_id = form.new_id
         self._held = ""
         self._parts: list[MessagePart] = []
@@ -152,6 +154,7 @@ class ToolCallParser(ABC):
         """Wait for the rest of a call's head. At the end of the text the truncated head is dropped."""
         if last and not self._marker and not self.calls:  # the text may also be an answer in JSON
             return self._reject()
+        self.has_cut_head = last
         return self._wait_for_end(last)
 
     def _wait_for_end(self, last: bool) -> bool:

@@ -15,6 +15,7 @@ from penstock.serve.chat.generation import ChatGeneration
 from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.served_models import ServedModel
+from penstock.text import ToolCall
 
 from .convert import namespaces, to_chat_request
 from .events import Events, OutputItemStream, usage_of
@@ -69,7 +70,7 @@ class ResponseHandler(ChatGeneration):
         if not completion.finished:
             return events
         status = self._status(output)
-        events += self._items.end(status)
+        events += self._items.end(self._item_status(output))
         document = await self._store(self._response(self._items.items, status, output))
         return events + event(f"response.{status}", response=document)
 
@@ -81,7 +82,7 @@ class ResponseHandler(ChatGeneration):
     def _finished_response(self, output: RequestOutput) -> Document:
         status = self._status(output)
         self._items.add(self.delta(output.outputs[0]))
-        self._items.end(status)
+        self._items.end(self._item_status(output))
         return self._response(self._items.items, status, output)
 
     def pending(self, status: str) -> Document:
@@ -99,7 +100,16 @@ class ResponseHandler(ChatGeneration):
         return document
 
     def _status(self, output: RequestOutput) -> str:
-        return "incomplete" if output.outputs[0].finish_reason == "length" else "completed"
+        completion = output.outputs[0]
+        return "incomplete" if completion.finish_reason == "length" or self.cuts_call(completion) else "completed"
+
+    def _item_status(self, output: RequestOutput) -> str:
+        """Status of the last item. A tool call is completed if its arguments are complete."""
+        completion = output.outputs[0]
+        parts = self.message(completion).parts
+        if parts and isinstance(parts[-1], ToolCall) and parts[-1].has_object:
+            return "completed"
+        return self._status(output)
 
     def _response(self, items: list[Document], status: str, output: RequestOutput | None = None) -> Document:
         """The response object. ``output`` is the final output; None while the response is in progress."""
@@ -112,7 +122,7 @@ class ResponseHandler(ChatGeneration):
             "status": status,
             "background": request.background is True,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": _incomplete_details(status, output),
             "model": self.model,
             "output": items,
             "usage": usage_of(output) if output else None,
@@ -125,3 +135,10 @@ class ResponseHandler(ChatGeneration):
             "conversation": {"id": conversation} if (conversation := conversation_of(request)) else None,
             "truncation": "disabled",
         }
+
+
+def _incomplete_details(status: str, output: RequestOutput | None) -> Document | None:
+    if status != "incomplete":
+        return None
+    has_stopped = output is not None and output.outputs[0].finish_reason == "stop"
+    return {"reason": "stop_sequence" if has_stopped else "max_output_tokens"}
