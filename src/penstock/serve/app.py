@@ -72,6 +72,7 @@ class Storage(NamedTuple):
     """Stores of client data."""
 
     responses: ResponseStore
+    background: responses.Background
     conversations: ConversationStore
     usage: Usage
     batches: Batches | None
@@ -117,7 +118,7 @@ def build(
     anthropic.add_routes(routes, served_models)
     openai.add_routes(routes, served_models)
     stores = responses.Stores(storage.responses, storage.conversations) if storage else None
-    responses.add_routes(routes, served_models, stores)
+    responses.add_routes(routes, served_models, stores, storage.background if storage else None)
     without_storage: tuple[str, ...] = FILE_PATHS if storage else STORED_PATHS
     if storage and storage.batches:
         without_storage = ()
