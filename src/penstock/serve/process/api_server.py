@@ -54,8 +54,12 @@ class Server(uvicorn.Server):
         yield
 
 
-def open_storage(configuration: Configuration, served_models: ServedModels) -> Storage | None:
-    """Open the stores of client data; None if storage is off. Raises ``PenstockError`` if they cannot be opened."""
+def open_storage(configuration: Configuration, served_models: ServedModels, place: str = "") -> Storage | None:
+    """Open the stores of client data; None if storage is off. Raises ``PenstockError`` if they cannot be opened.
+
+    Args:
+        place: see ``Background``.
+    """
     options, engine = configuration.server, configuration.engine
     if not (options.storage_dir or options.storage_url):
         return None
@@ -73,7 +77,7 @@ def open_storage(configuration: Configuration, served_models: ServedModels) -> S
     responses, usage = ResponseStore(database, retention, quotas), Usage(database)
     limits = ConversationLimits(options.max_conversation_items, options.max_conversation_bytes)
     conversations = ConversationStore(database, retention, quotas, limits)
-    background = Background(served_models, Stores(responses, conversations))
+    background = Background(served_models, Stores(responses, conversations), place)
     if not options.storage_dir:
         return Storage(responses, background, conversations, usage, None)
     folder = Path(options.storage_dir).expanduser() / "files"
@@ -138,7 +142,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
 
     if start.number == 0:
         log_access(options)
-    storage = open_storage(start.configuration, served_models)
+    storage = open_storage(start.configuration, served_models, start.place)
     if storage and len(set(options.api_key)) > 1 and start.number == 0:
         tenants = [storage.usage.public_name(tenant_of(key.encode())) for key in options.api_key]
         logger.info("tenant labels in the metrics, in the order of --api-key: %s", ", ".join(tenants))

@@ -17,7 +17,7 @@ RESPONSES = Table(
     Column("document", JSON, nullable=False),
     Column("input", JSON, nullable=False),
     Column("size", BigInteger, nullable=False, server_default="0"),
-    Column("worker", String(32)),
+    Column("worker", String(64)),
     Column("deaths", Integer, nullable=False, server_default="0"),
     Column("request", JSON(none_as_null=True)),
     Index("responses_expires", "expires"),

@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 CHECK_INTERVAL = 2.0
 """Seconds between heartbeats of this process, and between checks for responses that were cancelled or lost."""
 LOST_AFTER = 10.0
-"""Seconds without a heartbeat after which another process continues a response."""
+"""Seconds without a heartbeat after which another process continues a response. The process that replaces the ended one
+in the same server does so at once."""
 SUSPECT_DEATHS, MAX_DEATHS = 2, 3
 """Number of processes that have ended while they computed a response after which it is suspected as the cause, and
 after which it fails. A process computes one suspect at a time."""
@@ -74,13 +75,17 @@ class Background:
     heartbeat stops, another process takes the lease and computes the response again. The stored request has a seed, so
     the output and the events of a stream are the same; events that are stored already are not stored again. A process
     that has lost its lease can store nothing, so heartbeats may be late.
+
+    Args:
+        place: ``ApiProcessStart.place``: an earlier process with the same name has ended.
     """
 
-    def __init__(self, served_models: ServedModels, stores: Stores) -> None:
+    def __init__(self, served_models: ServedModels, stores: Stores, place: str = "") -> None:
         self._served_models = served_models
         self._stores = stores
         self._store = stores.responses
-        self._worker = uuid4().hex
+        self._place = place
+        self._worker = f"{place}.{uuid4().hex}"
         self._jobs: dict[str, Job] = {}
         self._seen: dict[str, tuple[tuple[str, float], float]] = {}
         """Worker and heartbeat of the responses of other processes, and the time since which both are unchanged
@@ -174,13 +179,13 @@ class Background:
         if self._stopping:
             return
         computed = [job for job in self._jobs.values() if job.task]
+        if computed:
+            await self._store.beat(self._worker)
         leases = await self._store.leases()
         mine = {lease.name for lease in leases if lease.worker == self._worker}
         for job in computed:
             if job.name not in mine:  # cancelled, deleted, or taken over
                 self.cancel(job.name)
-        if mine:
-            await self._store.beat(self._worker)
         now, seen = time.monotonic(), self._seen
         self._seen = {}
         for lease in leases:
@@ -190,8 +195,12 @@ class Background:
             known, since = seen.get(lease.name, (state, now))
             since = since if known == state else now
             self._seen[lease.name] = state, since
-            delay = SUSPECT_DELAY if lease.deaths == SUSPECT_DEATHS else LOST_AFTER
-            if not lease.worker or now - since >= delay:
+            delay = LOST_AFTER
+            if lease.worker and lease.deaths == SUSPECT_DEATHS:
+                delay = SUSPECT_DELAY
+            elif not lease.worker or (self._place and lease.worker.startswith(f"{self._place}.")):
+                delay = 0.0  # released, of the process that this one replaces, or its failure could not be stored
+            if now - since >= delay:
                 await self._take_over(lease)
 
     async def _take_over(self, lease: Lease) -> None:
