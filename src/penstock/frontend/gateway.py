@@ -74,6 +74,7 @@ class Gateway(Steps):
             self._on_engine_lost,
             self._output_so_far,
             self._on_moved,
+            self._on_changed,
             vocabulary,
             self._on_cancel,
             request_cost,
@@ -369,12 +370,18 @@ class Gateway(Steps):
                 count = len(output.prompt_token_ids) + sum(len(one.token_ids) for one in sequences)
                 output.resumes.append(Resume(reason, count))
 
+    def _on_changed(self, name: str, engine: str) -> None:
+        if (processor := self._processors.get(name)) and processor.output.resumes:
+            processor.output.resumes[-1].changed_engine = engine
+
     def _on_continued(self, name: str, output: RequestOutput) -> None:
         resume, request = output.resumes[-1], self._processors[name].request
         for one in output.resumes:
             one.continued = one.continued or time.monotonic()
         assert resume.continued
         message = "request %s continues after %.2f s (%s): %d tokens were computed again"
+        if resume.changed_engine:
+            message += f"; the results of the other engine may differ: {resume.changed_engine}"
         pause = resume.continued - resume.lost
         logger.info(
             message, request.log_name, pause, resume.reason, resume.num_tokens, extra={"fields": request.log_fields}

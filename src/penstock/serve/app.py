@@ -46,6 +46,7 @@ from .http import unknown_fields
 from .http.access import Access, OriginPolicy, origins_of
 from .http.middleware import (
     FINGERPRINT_HEADER,
+    RESUMED_HEADER,
     WEIGHTS_HEADER,
     ApiKeyMiddleware,
     ApiKeys,
@@ -163,7 +164,7 @@ def build(
     if options.api_key or options.admin_api_key:
         page = PAGE_PATHS if options.web else frozenset[str]()
         wrapped = ApiKeyMiddleware(wrapped, ApiKeys(options.api_key, options.admin_api_key), refusing(NO_KEY), page)
-    exposed = ["x-request-id", WEIGHTS_HEADER, unknown_fields.HEADER]
+    exposed = ["x-request-id", WEIGHTS_HEADER, unknown_fields.HEADER, RESUMED_HEADER]
     allow_mismatch = configuration is not None and configuration.engine.allow_fingerprint_mismatch
     if allow_mismatch:
         exposed.append(FINGERPRINT_HEADER)

@@ -50,6 +50,9 @@ WEIGHTS_HEADER = "x-weights-version"
 """Header of generated answers: version of the model's weights."""
 FINGERPRINT_HEADER = "x-penstock-fingerprint-mismatch"
 """Header of all answers if the fingerprints of instances differ."""
+RESUMED_HEADER = "x-penstock-resumed-across"
+"""Header of an answer that another engine has continued, although its results may differ: kernels and weights of that
+engine. A stream that has begun gets a comment instead."""
 Refuse = Callable[[Scope, Send], Awaitable[None]]
 QUIET_STATUSES = (200, 304, 503)
 """Statuses of ``PUBLIC_PATHS`` that are logged at level debug."""
@@ -114,6 +117,8 @@ class RequestLogMiddleware:
                     added.append((WEIGHTS_HEADER.encode(), record.weights_version.encode()))
                 if names := record.unknown.header:
                     added.append((HEADER.encode(), names.encode()))
+                if record.changed_engines:
+                    added.append((RESUMED_HEADER.encode(), "; ".join(record.changed_engines).encode()))
                 if self._fingerprints and len(several := self._fingerprints()) > 1:
                     added.append((FINGERPRINT_HEADER.encode(), ", ".join(several).encode()))
                 message["headers"] = [*message.get("headers", ()), *added]
