@@ -233,7 +233,7 @@ def test_response_that_has_ended_three_processes_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_response_whose_processes_are_killed_again_and_again_fails(tmp_path: Path) -> None:
+def test_response_fails_after_three_kills_of_its_process(tmp_path: Path) -> None:
     """The server stays alive."""
     with Served("--storage-dir", str(tmp_path), *FLAGS) as server:
         client = client_of(server)
