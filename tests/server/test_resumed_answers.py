@@ -404,15 +404,33 @@ class Asker:
         async def send() -> Any:
             yield {"model_name": "ensemble", "inputs": inputs, "enable_empty_final_response": True}
 
-        text = b""
+        events = []
         async for result, error in client.stream_infer(send()):
             assert error is None, (request, error)
             self.received += 1
-            output = result.as_numpy("text_output")
-            text += output[0] if output is not None and output.size else b""
+            events.append(message_fields(result))
             if result.get_response().parameters["triton_final_response"].bool_param:
                 break
-        return {("text_output",): text.decode()}
+        return fold(request.dialect, events)
+
+
+def message_fields(result: triton.InferResult) -> dict[str, Any]:
+    """Return the fields of a gRPC response: a text, a list of log probabilities, and other values as JSON."""
+    response = result.get_response()
+    fields: dict[str, Any] = {"model_name": response.model_name, "model_version": response.model_version}
+    fields |= {f"parameter {name}": str(value) for name, value in response.parameters.items()}
+    for output in response.outputs:
+        array = result.as_numpy(output.name)
+        fields[f"datatype of {output.name}"] = output.datatype
+        if array is None:
+            continue
+        if output.name == "text_output":
+            fields[output.name] = "".join(part.decode() for part in array.flatten())
+        elif output.name == "output_log_probs":
+            fields[output.name] = array.flatten().tolist()
+        elif array.size:
+            fields[output.name] = json.dumps(array.tolist())
+    return fields
 
 
 async def kill_engines(served: Served, asker: Asker, rng: Random) -> None:

@@ -75,6 +75,8 @@ async def generate(
                 while num_resumes < len(output.resumes) and output.resumes[num_resumes].continued:
                     resume = output.resumes[num_resumes]
                     num_resumes += 1
+                    if resume.changed_engine:
+                        record.changed_engines[resume.changed_engine] = None
                     metrics.record_resume(resume)
                     if span:
                         span.resume(resume)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import count
 
 from .harmony import HarmonyParser
 from .markers import split_at_marker
@@ -24,6 +25,8 @@ class ParserConfig:
     tools: ToolCallFormat | None = None
     schemas: Schemas = field(default_factory=dict)
     """Argument schemas of the available tools."""
+    id_seed: str = ""
+    """Text from which the ids of calls are derived; empty: random ids."""
 
     @property
     def in_channels(self) -> bool:
@@ -51,11 +54,14 @@ class ResponseParser:
         form = config.reasoning
         self._reasoning: ReasoningParser | HarmonyParser | None = None
         self._tool_calls: ToolCallParser | None = None
+        new_id = _id_generator(config)
         if config.in_channels:
-            self._reasoning = HarmonyParser(config.stage, config.tools.new_id if config.tools else None)
+            self._reasoning = HarmonyParser(config.stage, new_id)
         else:
             self._reasoning = ReasoningParser(form, config.stage, config.continued) if form else None
             self._tool_calls = config.tools.parser(config.schemas) if config.tools else None
+            if self._tool_calls and new_id:
+                self._tool_calls.new_id = new_id
         self._marker_filter = _MarkerFilter((*hidden, *(form.answer_markers if form else ())))
 
     @property
@@ -97,6 +103,14 @@ class ResponseParser:
             self.message.add_text("content", self._marker_filter.add(part.text))
         else:
             self.message.add_text("reasoning", part.text)
+
+
+def _id_generator(config: ParserConfig) -> Callable[[], str] | None:
+    """Generator of call ids; None if tools may not be called."""
+    tools, numbers = config.tools, count()
+    if tools is None:
+        return None
+    return lambda: tools.new_id(f"{config.id_seed} {next(numbers)}" if config.id_seed else "")
 
 
 class _MarkerFilter:

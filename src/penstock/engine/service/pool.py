@@ -70,6 +70,8 @@ class EnginePool:
         get_output: returns the output so far of each sequence of a request, by index.
         on_moved: called with the ids of requests that have lost their engine and continue, and the reason:
             ``engine_died``, ``engine_lost`` or ``engine_stopping``.
+        on_changed: called with the id of a request before the first output of another engine whose results may differ,
+            and the kernels and weights of that engine.
         resume: how requests continue.
         get_vocabulary: see ``EngineClient``.
         on_cancel: see ``EngineClient``.
@@ -85,6 +87,7 @@ class EnginePool:
         on_lost: Callable[[Failure, Collection[str]], None],
         get_output: Callable[[str], Sequence[GeneratedSequence]],
         on_moved: Callable[[Collection[str], str], None],
+        on_changed: Callable[[str, str], None],
         get_vocabulary: Callable[[], Vocabulary],
         on_cancel: Callable[[list[str]], None],
         request_cost: int,
@@ -96,6 +99,7 @@ class EnginePool:
         self._on_lost = on_lost
         self._get_output = get_output
         self._on_moved = on_moved
+        self._on_changed = on_changed
         self._resume = resume
         self._last_engine: messages.Ready | None = None
         """Last report returned by ``require_engine``."""
@@ -444,6 +448,7 @@ class EnginePool:
         addresses = tuple([replica.kv_address for replica in prefills])
         replica.client.add(msgspec.structs.replace(request, prefill=addresses) if addresses else request)
         entry.assign(replica, uncached, prefills)
+        entry.changed = entry.engine is not None and not _same_bits(entry, replica)
         self._lost_at = math.inf
         if name and not entry.engine:
             entry.adapter_path = replica.client.adapters.get(name)
@@ -493,17 +498,13 @@ class EnginePool:
                 self._fail([entry.request.request_id], error.failure)
 
     def _can_continue(self, entry: OpenRequest, replica: Replica) -> bool:
-        """True if a replica computes the rest of a request's output with the same bits."""
+        """True if a replica may compute the rest of a request's output."""
         old, new, adapter = entry.engine, replica.engine, entry.request.adapter
         if old is None or new is None or (adapter and not replica.has_adapter(adapter)):
             return False
         if old.max_model_len != new.max_model_len:
             return False
-        if self._resume.across_fingerprints:
-            return True
-        same = (old.fingerprint, old.weights_version) == (new.fingerprint, new.weights_version)
-        same_adapter = not adapter or replica.client.adapters.get(adapter) == entry.adapter_path
-        return same and same_adapter and old.batch_invariant and new.batch_invariant
+        return self._resume.across_fingerprints or _same_bits(entry, replica)
 
     def _fail_waiting(self, failure: Failure) -> None:
         self._fail([name for name, entry in self._open.items() if entry.waiting], failure)
@@ -555,6 +556,10 @@ class EnginePool:
                     moved += [delta.request_id] * entry.started
                     continue
                 entry.engine = replica.client.engine
+                if entry.changed and entry.engine:
+                    entry.changed = False
+                    name = f"kernels {entry.engine.fingerprint}, weights {entry.engine.weights_version}"
+                    self._on_changed(delta.request_id, name)
                 if entry.unstarted_tokens:
                     entry.mark_started()
                 if entry.deaths:
@@ -681,6 +686,16 @@ class EnginePool:
             entry.full = frozenset()
             self._wait(entry)
         return True
+
+
+def _same_bits(entry: OpenRequest, replica: Replica) -> bool:
+    """True if a replica computes the rest of a request's output with the same bits."""
+    old, new, adapter = entry.engine, replica.engine, entry.request.adapter
+    if old is None or new is None:
+        return False
+    same = (old.fingerprint, old.weights_version) == (new.fingerprint, new.weights_version)
+    same_adapter = not adapter or replica.client.adapters.get(adapter) == entry.adapter_path
+    return same and same_adapter and old.batch_invariant and new.batch_invariant
 
 
 def _common(engines: list[messages.Ready]) -> messages.Ready | None:

@@ -395,6 +395,7 @@ class EngineServer:
                         raise PenstockError.of(messages.ENGINE_STOPPING)
                     if self._engine.sleeper.asleep:
                         raise PenstockError.of(messages.ENGINE_ASLEEP)
+                    self._engine.scheduler.abort_older(request.uid)  # of the client's previous connection
                     self._engine.add(msgspec.structs.replace(request, request_id=internal_id))
                 except PenstockError as error:
                     self._send(_error_deltas(internal_id, request.sampling.num_returned, error.failure))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from penstock.core.errors import invalid
 from penstock.frontend.outputs import CompletionOutput
@@ -90,6 +92,8 @@ class ChatGeneration(GenerationHandler):
         self.prompt = ChatPrompt(service, request, size, record)
         self.cursors: defaultdict[int, MessageCursor] = defaultdict(MessageCursor)
         """Cursor of each sequence, by index."""
+        self.call_seed = ""
+        """Text from which the ids of tool calls are derived; empty: random ids."""
         if (constraint := forced_tool_call(request, self.prompt.tools)) is not None:
             if sampling.guided_decoding:
                 message = "cannot be combined with another constraint on the output: remove one of them"
@@ -101,6 +105,9 @@ class ChatGeneration(GenerationHandler):
         if not self._keeps_body:  # do not keep base64 images while the answer is generated
             self.request.messages = []
             self.record.shrink_memory(memory_of(prompt))
+        if self.call_seed and prompt.parser_config:
+            config = replace(prompt.parser_config, id_seed=self.call_seed)
+            prompt = msgspec.structs.replace(prompt, parser_config=config)
         return self.generate(prompt)
 
     def delta(self, completion: CompletionOutput) -> Delta:

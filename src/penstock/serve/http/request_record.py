@@ -67,6 +67,9 @@ class RequestRecord:
     """Reserved memory for the body; None: the body is small."""
     span: Span | None = None
     """Trace span; None if tracing is off."""
+    changed_engines: dict[str, None] = field(default_factory=dict)
+    """Ordered set of the engines on which the request continues although their results may differ
+    (``Resume.changed_engine``)."""
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     """Output so far of each prompt, by index."""
 

@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import resource
+import secrets
 import signal
 import socket
 import struct
@@ -186,6 +187,7 @@ class Supervisor:
         return ApiProcessStart(
             parent=os.getpid(),
             number=number,
+            place=secrets.token_hex(8),
             configuration=self._configuration,
             sockets=tuple(listener.fileno() for listener in listeners),
             grpc_address=self._grpc_address,
