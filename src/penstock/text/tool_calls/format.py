@@ -33,6 +33,8 @@ class ToolCallFormat(ABC):
     """Texts that must be detokenized even if they are special tokens."""
     allow_unmarked: bool = False
     """True if a call at the beginning of an answer needs no start marker."""
+    is_generic: bool = False
+    """True if the tools are described in the system message instead of the chat template. Never detected."""
 
     # Parts of the text of a forced call:
     call_id: tuple[str, int] = ("call_", 24)
@@ -69,7 +71,7 @@ class ToolCallFormat(ABC):
 
     def matches(self, template: str) -> bool:
         """Check whether a chat template uses this format."""
-        present = all(text in template for text in self.template_markers)
+        present = bool(self.template_markers) and all(text in template for text in self.template_markers)
         return present and not any(text in template for text in self.excluded_markers)
 
     def new_id(self) -> str:
