@@ -10,7 +10,7 @@ from .json_calls import NAME_AS_KEY, JSONFormat
 HERMES = JSONFormat(
     parsers=("hermes", "qwen", "qwen25", "ernie", "granite4", "trinity"),
     template_markers=("<tool_call>",),
-    excluded_markers=("<function=", "<arg_key>", "<tool_calls>"),  # Qwen3-Coder, GLM and Apriel also have <tool_call>
+    excluded_markers=("<function=", "<arg_key>", "<tool_calls>", "]<]minimax[>["),  # other families with <tool_call>
     start_markers=("<tool_call>",),
     end_markers=("</tool_call>",),
     marker_tokens=("<tool_call>", "</tool_call>"),

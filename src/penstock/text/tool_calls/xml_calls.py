@@ -227,7 +227,9 @@ class _XMLCallParser(ToolCallParser):
 
     def _read_cdata_start(self, last: bool) -> bool:
         """Read ``<![CDATA[``, if present, and determine the end of the value. Returns False if more text is needed."""
-        if not last and len(self._held) < len(CDATA_START) and CDATA_START.startswith(self._held):
+        if len(self._held) < len(CDATA_START) and CDATA_START.startswith(self._held):
+            if last:  # drop a truncated marker
+                self._held = ""
             return False
         is_cdata = self._held.startswith(CDATA_START)
         self._held = self._held.removeprefix(CDATA_START)
