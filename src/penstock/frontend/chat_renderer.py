@@ -24,6 +24,7 @@ from penstock.text import (
     reasoning_format,
     tool_call_format,
 )
+from penstock.text.generic_tools import generic_messages, tool_instructions
 from penstock.text.isolated_template import IsolatedTemplate, TemplatePool
 from penstock.text.side_files import choose_template
 
@@ -31,6 +32,8 @@ from .multimodal import IMAGE, move_tool_media, split_media
 from .multimodal.prompt_media import PromptMedia
 from .prompts import Messages, TokenizedPrompt
 
+GENERIC = "generic"
+"""Value of ``--tool-call-parser`` with which tools are described in the system message."""
 T = TypeVar("T")
 Template = ChatTemplate | IsolatedTemplate
 
@@ -46,6 +49,7 @@ class ResponseFormats(NamedTuple):
 @lru_cache(16)
 def _response_formats(options: ModelOptions, template: str) -> ResponseFormats:
     uses_tools = re.search(r"\btools\b", template) is not None  # a template without tools hides them from the model
+    uses_tools |= options.tool_call_parser == GENERIC
     tools = tool_call_format(options.tool_call_parser, template) if uses_tools else None
     return ResponseFormats(tools, reasoning_format(options.reasoning_parser, template))
 
@@ -175,14 +179,29 @@ class ChatRenderer:
         if wrong := options.keys() & {"messages", "self"}:
             raise invalid("chat_template_kwargs", f"{wrong.pop()!r} is a reserved name: remove it")
         chosen: Template
+        generic = self._options.tool_call_parser == GENERIC
         if template is None:
-            chosen = self._tokenizer.template_for(tools=options.get("tools") is not None)
-            if options.get("tools") and "tools" not in chosen.variables:
+            chosen = self._tokenizer.template_for(tools=not generic and options.get("tools") is not None)
+            if not generic and options.get("tools") and "tools" not in chosen.variables:
                 message = "tools: this model's chat template does not support tools"
                 raise PenstockError(Code.UNSUPPORTED, message, "tools")
         else:
             chosen = IsolatedTemplate(template, self._tokenizer.special, self._request_templates, "chat_template")
-        return await steps.render(chosen, messages, options, size, client)
+        if not generic:
+            return await steps.render(chosen, messages, options, size, client)
+        instructions = tool_instructions(options["tools"]) if options.get("tools") else ""
+        options = {name: value for name, value in options.items() if name != "tools"}
+        converted = generic_messages(messages, instructions)
+        try:
+            text = await steps.render(chosen, converted, options, size, client)
+            if not instructions or instructions in text:
+                return text
+        except PenstockError as error:
+            if not instructions or error.failure.code is not Code.INVALID:
+                raise
+        # the template has no system message
+        converted = generic_messages(messages, instructions, in_system=False)
+        return await steps.render(chosen, converted, options, size, client)
 
     def response_formats(self, template: str | None = None, tools: bool = True) -> ResponseFormats:
         """Formats of tool calls and reasoning with a chat template.
@@ -193,6 +212,7 @@ class ChatRenderer:
         """
         if template is not None:
             return _response_formats(self._options, template)
+        tools = tools and self._options.tool_call_parser != GENERIC
         if tools not in self._own_formats:
             source = choose_template(self._tokenizer.templates, tools) or ""
             self._own_formats[tools] = _response_formats(self._options, source)

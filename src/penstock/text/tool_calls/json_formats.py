@@ -8,7 +8,7 @@ from dataclasses import replace
 from .json_calls import NAME_AS_KEY, JSONFormat
 
 HERMES = JSONFormat(
-    parsers=("hermes", "qwen", "qwen25", "ernie", "granite4", "trinity"),
+    parsers=("hermes", "qwen", "qwen25", "ernie", "ernie45", "granite4", "trinity"),
     template_markers=("<tool_call>",),
     excluded_markers=("<function=", "<arg_key>", "<tool_calls>", "]<]minimax[>["),  # other families with <tool_call>
     start_markers=("<tool_call>",),
