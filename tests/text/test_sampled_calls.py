@@ -60,7 +60,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
     compiler = GrammarCompiler("llguidance", len(tokenizer().vocabulary))
-    compiler.set_vocabulary(lambda: Vocabulary(Path(demo.CHAT, "tokenizer.json").read_text(encoding="utf-8"), [0]))
+    end = tokenizer().token_to_id("<|im_end|>")
+    assert end is not None
+    compiler.set_vocabulary(lambda: Vocabulary(Path(demo.CHAT, "tokenizer.json").read_text(encoding="utf-8"), [end]))
     return compiler
 
 
@@ -99,7 +101,7 @@ def test_sampled_forced_calls_follow_schema(call_format: ToolCallFormat, compile
             continue
         params = GuidedDecodingParams(structural_tag=tag, source_field="tools")
         for token_ids in itertools.islice(sampled(compiler, params, choose), SAMPLES):
-            text = tokenizer().decode([token for token in token_ids if token], skip_special_tokens=False)
+            text = tokenizer().decode(token_ids, skip_special_tokens=False).removesuffix("<|im_end|>")
             schemas = {name.replace(" ", "_"): schema}
             parser = ResponseParser(ParserConfig(reasoning, ReasoningStage.BEFORE, tools=call_format, schemas=schemas))
             parser.add(text, last=True)

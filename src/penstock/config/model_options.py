@@ -107,8 +107,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         "trinity",
         "xlam",
     ] = "auto"
-    """Format of the model's tool calls; auto: detected from the chat template, generic: described in the system message,
-    for models whose chat template has no tools."""
+    """Format of the model's tool calls; auto: detected from the chat template; generic: described in the system message
+    instead, for models whose chat template has no tools."""
     reasoning_parser: Literal[
         "auto",
         "none",

@@ -176,7 +176,7 @@ DEEPSEEK_V32 = XMLFormat(
     separator="\n",
     suffix="\n</｜DSML｜function_calls>",
 )
-"""``<｜DSML｜invoke name="…"><｜DSML｜parameter name="key" string="true">value</｜DSML｜parameter></｜DSML｜invoke>`` for
+"""``<｜DSML｜invoke name="…"><｜DSML｜parameter name="key" string="true">…</｜DSML｜parameter></｜DSML｜invoke>`` for
 each call, in ``<｜DSML｜function_calls>``: DeepSeek V3.2."""
 
 DEEPSEEK_V4 = replace(
