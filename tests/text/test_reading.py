@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config.options import ModelOptions
 from penstock.text import (
     Message,
     ParserConfig,
@@ -20,6 +21,8 @@ from penstock.text import (
     reasoning_format,
     tool_call_format,
 )
+from penstock.text.reasoning import REASONING_FORMATS
+from penstock.text.tool_calls.formats import TOOL_CALL_FORMATS
 from penstock.text.tool_calls.json_calls import JSONFormat
 from penstock.text.tool_calls.xml_calls import XMLFormat
 
@@ -789,6 +792,18 @@ TEMPLATES = {
 def test_formats_are_detected_from_template(template: str) -> None:
     tools, thought = tool_call_format("auto", template), reasoning_format("auto", template)
     assert (tools and tools.parsers[0], thought and thought.parsers[0]) == TEMPLATES[template]
+
+
+@pytest.mark.parametrize(
+    ("option", "formats", "others"),
+    [
+        ("tool_call_parser", TOOL_CALL_FORMATS, {"auto"}),
+        ("reasoning_parser", REASONING_FORMATS, {"auto", "none"}),
+    ],
+)
+def test_options_have_names_of_all_formats(option: str, formats: Any, others: set[str]) -> None:
+    names = {name for form in formats for name in form.parsers}
+    assert set(get_args(get_type_hints(ModelOptions)[option])) == names | others
 
 
 def test_prompt_determines_initial_stage() -> None:

@@ -97,7 +97,7 @@ def test_sampled_forced_calls_follow_schema(call_format: ToolCallFormat, compile
         try:
             tag = forced_call_tag(call_format, {name.replace(" ", "_"): schema}, several=False)
         except PenstockError as error:
-            assert error.failure.param == "tools"
+            assert error.failure.field == "tools"
             continue
         params = GuidedDecodingParams(structural_tag=tag, source_field="tools")
         for token_ids in itertools.islice(sampled(compiler, params, choose), SAMPLES):

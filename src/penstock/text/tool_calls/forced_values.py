@@ -18,6 +18,8 @@ OBJECT_KEYWORDS = frozenset(
 """Supported keywords of an arguments schema, and keywords without effect on validation."""
 ANNOTATIONS = frozenset("title description examples default deprecated $comment".split())
 """Keywords that do not restrict a value."""
+STRING_KEYWORDS = ANNOTATIONS | {"pattern", "minLength", "maxLength", "format"}
+"""Keywords that a string without quotes can follow."""
 ARRAY_KEYWORDS = ANNOTATIONS | {"type", "items", "$defs", "definitions"}
 ANY_TYPE = frozenset("string number boolean null object array".split())
 KEY = re.compile(r"[^\s<>\"'=()]{1,128}")
@@ -82,9 +84,14 @@ def value_format(schema: Any, root: Mapping[str, Any], end: str, depth: int = 0)
 
     Raises ``PenstockError`` (``unsupported``) for a constant that contains ``end``.
     """
+    if _is_unknown(schema, root):
+        return json_format(schema, root)
     found = resolved(schema, root)
     types = types_of(found, root)
-    if types is None or "string" not in types:
+    if types is None:  # the parser keeps the quotes of a JSON string
+        rest = json_format({**found, "type": sorted(ANY_TYPE - STRING)}, root)
+        return _or([_string(found, text_without(end)), rest]) if found.keys() <= STRING_KEYWORDS else rest
+    if "string" not in types:
         return json_format(schema, root)
     if "const" in found or isinstance(found.get("enum"), list):
         values = found.get("enum", [found.get("const")])
@@ -115,6 +122,8 @@ def typed_formats(
         string: format of a string with a given schema.
         other: format of a value of a given JSON type that is no string, with a given schema.
     """
+    if _is_unknown(schema, root):
+        return [("", json_format(schema, root))]
     found = resolved(schema, root)
     if "const" in found or isinstance(found.get("enum"), list):
         values = found.get("enum", [found.get("const")])
@@ -128,7 +137,7 @@ def typed_formats(
             return [alternative for part in parts for alternative in part]
     types = types_of(found, root)
     if types is None:
-        types = ANY_TYPE if found.keys() <= ANNOTATIONS else ANY_TYPE - STRING
+        types = ANY_TYPE if found.keys() <= STRING_KEYWORDS else ANY_TYPE - STRING
     if "number" in types:
         types -= {"integer"}
     return [
@@ -182,6 +191,11 @@ def json_format(schema: Any, root: Mapping[str, Any]) -> Format:
     if isinstance(schema, Mapping):
         schema = {name: root[name] for name in ("$defs", "definitions") if name in root} | dict(schema)
     return {"type": "json_schema", "json_schema": schema, "separators": [", ", ": "]}
+
+
+def _is_unknown(schema: Any, root: Mapping[str, Any]) -> bool:
+    """True for a schema that allows no value, and for a reference that does not exist: the engine reports both."""
+    return schema is False or (isinstance(schema, Mapping) and "$ref" in schema and not resolved(schema, root))
 
 
 def _string(schema: Mapping[str, Any], text: Format) -> Format:

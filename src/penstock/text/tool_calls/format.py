@@ -33,8 +33,6 @@ class ToolCallFormat(ABC):
     """Texts that must be detokenized even if they are special tokens."""
     allow_unmarked: bool = False
     """True if a call at the beginning of an answer needs no start marker."""
-    is_generic: bool = False
-    """True if the tools are described in the system message instead of the chat template. Never detected."""
 
     # Parts of the text of a forced call:
     call_id: tuple[str, int] = ("call_", 24)

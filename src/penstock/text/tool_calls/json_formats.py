@@ -21,7 +21,7 @@ HERMES = JSONFormat(
 """``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` for each call: Hermes 2 and 3, Qwen 2.5 and 3, ERNIE 4.5,
 Granite 4, Trinity."""
 
-GENERIC = replace(HERMES, parsers=("generic",), template_markers=(), excluded_markers=(), is_generic=True)
+GENERIC = replace(HERMES, parsers=("generic",), template_markers=(), excluded_markers=())
 """The format of ``HERMES``, described in the system message (``generic_tools``): models whose chat template has no
 tools. Not detected."""
 

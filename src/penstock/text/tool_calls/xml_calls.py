@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.text.markers import partial_match_length, split_at_marker
 
-from .forced_values import arguments_sequence, json_format, string_format, typed_formats, value_format
+from .forced_values import Format, arguments_sequence, json_format, string_format, typed_formats, value_format
 from .format import Schemas, ToolCallFormat, ToolCallParser
 from .values import STRING, Types, typed_value, types_of
 
@@ -67,7 +67,7 @@ class XMLFormat(ToolCallFormat):
         stop = self.value_stop or self.value_end
         for name, part in schema.get("properties", {}).items():
             key = _escape(name) if self.escaped_keys else name
-            element = {"type": "tag", "end": f"{around}{self.value_end}{self.line}"}
+            element: Format = {"type": "tag", "end": f"{around}{self.value_end}{self.line}"}
             if not self.kinds:
                 begin_value = f"{begin}{key}{key_end}{before}{around}"
                 elements[name] = element | {"begin": begin_value, "content": value_format(part, schema, stop)}
