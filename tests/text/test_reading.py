@@ -763,6 +763,10 @@ TEMPLATES = {
         "deepseek_v4",
         "deepseek_r1",
     ),
+    "{% if thinking %}<think>{% else %}</think>{% endif %}<｜Assistant｜><｜tool▁call▁begin｜>": (
+        "deepseek_v3",
+        "qwen3",
+    ),
     "<tool_calls><tool_call>{name}<tool_sep><arg_key></arg_key> </think>": ("hy_v3", "qwen3"),
     "<tool_calls:opensource><tool_sep:opensource></arg_key:opensource><think:opensource>": ("hy_v3", "hy_v3"),
     "<longcat_tool_call>{…}</longcat_tool_call> <longcat_think>": ("longcat", "longcat"),

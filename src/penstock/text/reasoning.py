@@ -64,8 +64,9 @@ REASONING_FORMATS = (
         answer_markers=("<response>", "</response>"),
     ),
     ReasoningFormat(
-        parsers=("deepseek_r1", "deepseek-r1", "deepseek_v4", "deepseek-v4", "minimax_m2", "step3"),
+        parsers=("deepseek_r1", "deepseek-r1", "minimax_m2", "step3"),
         template_markers=("</think>", "<｜Assistant｜>"),
+        excluded_markers=("thinking",),  # with this variable, V3.1 and later write <think> or </think> to the prompt
         implicit_start=True,
     ),
     ReasoningFormat(
@@ -185,13 +186,25 @@ REASONING_FORMATS = (
     ),
     ReasoningFormat(
         parsers=(
-            *("qwen3", "qwen3-thinking", "glm45", "glm47", "deepseek_v3", "deepseek-v3", "mimo", "olmo3", "hy_v3"),
+            *(
+                "qwen3",
+                "qwen3-thinking",
+                "glm45",
+                "glm47",
+                "deepseek_v3",
+                "deepseek-v3",
+                "deepseek_v4",
+                "deepseek-v4",
+                "mimo",
+                "olmo3",
+                "hy_v3",
+            ),
             *("nemotron_v3", "nemotron_3", "step3p5", "holo2", "poolside_v1", "minimax", "minimax_m1", "interns1"),
         ),
         template_markers=("</think>",),
     ),
 )
-"""In this order: gpt-oss (channels); ERNIE 4.5 and X1 (answer in ``<response>``); DeepSeek R1 to V4 (may omit
+"""In this order: gpt-oss (channels); ERNIE 4.5 and X1 (answer in ``<response>``); DeepSeek R1 (may omit
 ``<think>``); Hunyuan, Command A, Seed-OSS, Granite 3, Magistral, Gemma 4, MiniMax-M3, Kimi-K3, Apertus, Solar Open,
 LongCat and Kimi-VL (special markers); Kimi-K2 (may call tools within the reasoning); Qwen3 and all other families that
 write ``<think>…</think>`` or have ``<think>`` at the end of the prompt."""
