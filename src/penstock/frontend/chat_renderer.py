@@ -24,7 +24,7 @@ from penstock.text import (
     reasoning_format,
     tool_call_format,
 )
-from penstock.text.generic_tools import generic_messages, tool_instructions
+from penstock.text.generic_tools import NO_TOOLS, generic_messages, tool_instructions
 from penstock.text.isolated_template import IsolatedTemplate, TemplatePool
 from penstock.text.side_files import choose_template
 
@@ -183,8 +183,7 @@ class ChatRenderer:
         if template is None:
             chosen = self._tokenizer.template_for(tools=not generic and options.get("tools") is not None)
             if not generic and options.get("tools") and "tools" not in chosen.variables:
-                message = "tools: this model's chat template does not support tools"
-                raise PenstockError(Code.UNSUPPORTED, message, "tools")
+                raise PenstockError(Code.UNSUPPORTED, NO_TOOLS, "tools")
         else:
             chosen = IsolatedTemplate(template, self._tokenizer.special, self._request_templates, "chat_template")
         if not generic:

@@ -11,6 +11,11 @@ from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
 
+NO_TOOLS = (
+    "tools: this model's chat template does not support tools; with --tool-call-parser generic the server describes them "
+    "in the system message"
+)
+"""Error message for tools that the chat template does not support."""
 INTRODUCTION = (
     "You can call functions. Each line is a function: its name, its purpose and the JSON schema of its arguments.\n"
 )
