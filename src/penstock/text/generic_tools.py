@@ -12,8 +12,8 @@ from typing import Any
 Messages = Sequence[Mapping[str, Any]]
 
 NO_TOOLS = (
-    "tools: this model's chat template does not support tools; with --tool-call-parser generic the server describes them "
-    "in the system message"
+    "tools: this model's chat template does not support tools; with --tool-call-parser generic the server describes "
+    "them in the system message"
 )
 """Error message for tools that the chat template does not support."""
 INTRODUCTION = (
