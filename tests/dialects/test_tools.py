@@ -139,6 +139,8 @@ FORMATS = {
     "functiongemma": "<start_function_call>",
     "minimax_m3": "]<]minimax[>[",
     "lfm2": "List of tools: ",
+    "inkling": "<|content_invoke_tool_json|>",
+    "k2_horizon": "<ifm|tool_call>",
 }
 """By format: fragment of a chat template from which the format is detected."""
 

@@ -33,7 +33,7 @@ TOOLS = {name: tool_call_format(name, "") for name in (
     "internlm", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2", "glm45", "pythonic", "olmo3", "lfm2", "openai",
     "generic", "granite-20b-fc", "nemotron_json", "xlam", "apertus", "minimax_m1", "solar_open", "deepseek_v32",
     "deepseek_v4", "gigachat35", "kimi_k3", "step3", "solar_open2", "minicpm5", "dots", "gemma4", "functiongemma",
-    "minimax_m3",
+    "minimax_m3", "inkling", "k2_horizon",
 )} | {
     "longcat": tool_call_format("longcat", "<longcat_tool_call>"),
     "longcat elements": tool_call_format("longcat", "<longcat_tool_call> <longcat_arg_key>"),
@@ -45,7 +45,7 @@ TOOLS = {name: tool_call_format(name, "") for name in (
 THOUGHTS = {name: reasoning_format(name, "") for name in (
     "qwen3", "deepseek_r1", "ernie", "hunyuan_a13b", "cohere_command3", "seed_oss", "granite", "mistral",
     "openai_gptoss", "gemma4", "minimax_m3", "kimi_k3", "apertus", "solar_open2", "solar_open", "longcat", "kimi",
-    "kimi_k2",
+    "kimi_k2", "inkling", "k2_horizon",
 )} | {"hy_v3": reasoning_format("hy_v3", "<think:opensource>")}  # fmt: skip
 
 
@@ -466,6 +466,26 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             [("add", '{"b": "5", "a": 5}')],
         ),
     ],
+    "inkling": [
+        (
+            '<|content_text|>Yes.<|end_message|><|message_model|>x<|content_invoke_tool_json|>{"name": "add", "args": '
+            f"{ADD}}}<|end_message|><|message_model|><|content_invoke_tool_json|>{{}}",
+            "<|content_text|>Yes.<|end_message|><|message_model|><|content_invoke_tool_json|>{}",
+            [CALL],
+        ),
+        (f'add<|content_invoke_tool_json|>{{"name": "add", "args": {ADD}}}<|end_message|>', "", [CALL]),
+        ('<|content_invoke_tool_json|>{"args": {"x": 1}, "name": "n"}<|end_message|>', "", [("n", '{"x": 1}')]),
+        ("<|content_text|>No.<|end_message|>", "<|content_text|>No.<|end_message|>", []),
+    ],
+    "k2_horizon": [
+        (
+            "Yes.<ifm|tool_calls><ifm|tool_call>add<ifm|arg_key>a</ifm|arg_key><ifm|arg_value>1</ifm|arg_value>"
+            "<ifm|arg_key>b</ifm|arg_key><ifm|arg_value>5</ifm|arg_value></ifm|tool_call><ifm|tool_call>now"
+            "</ifm|tool_call></ifm|tool_calls>",
+            "Yes.",
+            [SHORT, NOW],
+        ),
+    ],
     "gemma4": [
         (f"{GEMMA}{GEMMA}", "", [NESTED, NESTED]),
         ("Yes.<|tool_call>call:now{}<tool_call|>", "Yes.", [NOW]),
@@ -633,6 +653,14 @@ ANSWERS = [
     ("solar_open2", ReasoningStage.WITHIN, "a<|think:end|>b", "a", "b"),
     ("solar_open", ReasoningStage.BEFORE, "<|think|>a<|end|><|begin|>assistant<|content|>b<|end|>", "a", "b"),
     ("hy_v3", ReasoningStage.WITHIN, "a</think:opensource>b", "a", "b"),
+    (
+        "inkling",
+        ReasoningStage.BEFORE,
+        "<|content_thinking|>a<|end_message|><|message_model|><|content_text|>b<|end_message|>",
+        "a",
+        "b",
+    ),
+    ("k2_horizon", ReasoningStage.WITHIN, "a\n</ifm|think>\nb", "a", "b"),
     ("longcat", ReasoningStage.WITHIN, "a\n</longcat_think>\nb", "a", "b"),
     ("kimi", ReasoningStage.BEFORE, "◁think▷a◁/think▷b", "a", "b"),
     ("cohere_command3", ReasoningStage.WITHIN, "a<|END_THINKING|><|START_TEXT|>b<|END_TEXT|>", "a", "b"),
@@ -784,6 +812,8 @@ TEMPLATES = {
     "<beginning_of_sentence>system <tool_calls>": ("minimax_m1", None),
     '<function name="…"><param name="…"> </think>': ("minicpm5", "qwen3"),
     "<dots_function_call>": ("dots", None),
+    "<|message_model|><|content_invoke_tool_json|> <|content_thinking|>": ("inkling", "inkling"),
+    "<ifm|tool_call><ifm|arg_key> <ifm|think>": ("k2_horizon", "k2_horizon"),
     "List of tools: <|tool_list_start|>[": ("lfm2", None),
     "<tool_call></tool_call> <tool_calls>[": ("hunyuan_a13b", None),
     "<|tool_calls_section_begin|> </think>": ("kimi_k2", "kimi_k2"),

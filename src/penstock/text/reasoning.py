@@ -174,6 +174,23 @@ REASONING_FORMATS = (
         before_call="\n",
     ),
     ReasoningFormat(
+        parsers=("inkling",),
+        template_markers=("<|content_thinking|>",),
+        start_marker="<|content_thinking|>",
+        end_marker="<|end_message|>",
+        answer_markers=("<|message_model|>", "<|content_text|>", "<|end_message|>", "<|content_model_end_sampling|>"),
+        before_answer="<|message_model|><|content_text|>",
+        before_call="<|message_model|>",
+    ),
+    ReasoningFormat(
+        parsers=("k2_horizon",),
+        template_markers=("<ifm|think>",),
+        start_marker="<ifm|think>",
+        end_marker="</ifm|think>",
+        before_answer="\n",
+        before_call="\n",
+    ),
+    ReasoningFormat(
         parsers=("kimi",),
         template_markers=("◁think▷",),
         start_marker="◁think▷",
@@ -204,10 +221,9 @@ REASONING_FORMATS = (
         template_markers=("</think>",),
     ),
 )
-"""In this order: gpt-oss (channels); ERNIE 4.5 and X1 (answer in ``<response>``); DeepSeek R1 (may omit
-``<think>``); Hunyuan, Command A, Seed-OSS, Granite 3, Magistral, Gemma 4, MiniMax-M3, Kimi-K3, Apertus, Solar Open,
-LongCat and Kimi-VL (special markers); Kimi-K2 (may call tools within the reasoning); Qwen3 and all other families that
-write ``<think>…</think>`` or have ``<think>`` at the end of the prompt."""
+"""In this order: gpt-oss (channels); ERNIE 4.5 and X1 (answer in ``<response>``); DeepSeek R1 (may omit ``<think>``);
+families with special markers; Kimi-K2 (may call tools within the reasoning); Qwen3 and all other families that write
+``<think>…</think>`` or have ``<think>`` at the end of the prompt."""
 
 
 def reasoning_format(parser: str, template: str) -> ReasoningFormat | None:

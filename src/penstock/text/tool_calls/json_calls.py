@@ -13,11 +13,13 @@ from .format import Schemas, ToolCallFormat, ToolCallParser
 from .values import is_beginning, is_text, json_text
 
 NAME_AND_ARGUMENTS = re.compile(
-    r'\{\s*("tool_call_id"\s*:\s*"[^"\\]{0,64}"\s*,\s*)?"(tool_)?name"\s*:\s*"(?P<name>([^"\\]|\\.){1,256})"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)'
+    r'\{\s*("tool_call_id"\s*:\s*"[^"\\]{0,64}"\s*,\s*)?"(tool_)?name"\s*:\s*"(?P<name>([^"\\]|\\.){1,256})"\s*,\s*"(arguments|parameters|args)"\s*:\s*(?=\{)'
 )
 """Beginning of an object with name and arguments, up to the arguments."""
 NAME_AS_KEY = re.compile(r'\{\s*"(?P<name>([^"\\]|\\.){1,256})"\s*:\s*(?=\{)')
 """Beginning of an object whose only key is the name, up to the arguments, which are its value."""
+HEADER_NAME = re.compile(r"[\w.:/-]{0,128}", re.ASCII)
+"""Pattern of the name before ``JSONFormat.header_end``."""
 MAX_NAME_LENGTH = 512
 """Maximum number of characters between a start marker and the arguments."""
 
@@ -32,6 +34,8 @@ class JSONFormat(ToolCallFormat):
     name_pattern: re.Pattern[str] | None = None
     """Pattern of the text between a start marker and the arguments, if that text contains the name. Group ``id`` is the
     call id; any other group is the name. None: the name is in the object."""
+    header_end: str = ""
+    """Text before the object, after an optional name that is ignored; empty: there is no such header."""
     head: re.Pattern[str] = NAME_AND_ARGUMENTS
     """Pattern of the beginning of an object with the name, up to the arguments."""
     names: tuple[str, ...] = ()
@@ -82,6 +86,8 @@ class _JSONCallParser(ToolCallParser):
 
     def _read_start(self, last: bool) -> bool:
         """Read the text between a start marker and the first brace."""
+        if self._form.header_end and not self._marker.endswith(self._form.header_end):
+            return self._read_header(last)
         form, ahead = self._form, self._held.lstrip(self._form.lead)
         if not ahead:
             return self._wait_for_head(last)
@@ -103,6 +109,18 @@ class _JSONCallParser(ToolCallParser):
             call_id = f"{name}:{len(self.calls)}" if index.isdecimal() and name else ""
         self._begin(next(name for name in groups.values() if name), in_object=False, call_id=call_id)
         self._held = self._held[at:]
+        return True
+
+    def _read_header(self, last: bool) -> bool:
+        """Read the name before ``header_end``, and this text."""
+        end = self._form.header_end
+        name, bracket, rest = self._held.partition(end[0])
+        rest = bracket + rest
+        if not HEADER_NAME.fullmatch(name) or not (rest.startswith(end) or end.startswith(rest)):
+            return self._reject()
+        if not rest.startswith(end):
+            return self._wait_for_head(last)
+        self._held, self._marker = rest[len(end) :], f"{self._marker}{name}{end}"
         return True
 
     def _read_object(self, last: bool) -> bool:
@@ -163,7 +181,7 @@ def _call(written: str) -> tuple[str, str] | None:
     try:
         document = json.loads(written)
         name = document["tool_name"] if "tool_name" in document else document["name"]
-        arguments = document.get("arguments", document.get("parameters")) or {}
+        arguments = document.get("arguments", document.get("parameters", document.get("args"))) or {}
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         if not isinstance(arguments, str) and not is_text(text):
             text = json.dumps(arguments)

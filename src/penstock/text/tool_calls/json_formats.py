@@ -328,6 +328,26 @@ SOLAR_OPEN = JSONFormat(
 )
 """``<|tool_call:begin|>id<|tool_call:name|>name<|tool_call:args|>{…}<|tool_call:end|>`` for each call: Solar Open."""
 
+INKLING = JSONFormat(
+    parsers=("inkling",),
+    template_markers=("<|content_invoke_tool_json|>",),
+    start_markers=("<|message_model|>", "<|content_invoke_tool_json|>"),
+    header_end="<|content_invoke_tool_json|>",
+    end_markers=("<|end_message|>", "<|content_model_end_sampling|>"),
+    marker_tokens=(
+        "<|message_model|>",
+        "<|content_invoke_tool_json|>",
+        "<|end_message|>",
+        "<|content_model_end_sampling|>",
+    ),
+    allow_unmarked=True,
+    call_start=('<|content_invoke_tool_json|>{"name": ', ', "args": '),
+    call_end="}<|end_message|>",
+    separator="<|message_model|>",
+)
+"""``<|message_model|>name<|content_invoke_tool_json|>{"name": …, "args": {…}}<|end_message|>`` for each call:
+Inkling."""
+
 HARMONY = JSONFormat(
     parsers=("openai", "gpt-oss"),
     template_markers=("<|channel|>", "<|call|>"),
@@ -363,5 +383,6 @@ FORMATS = (
     SOLAR_OPEN,
     GIGACHAT3,
     GIGACHAT31,
+    INKLING,
     GENERIC,
 )

@@ -157,6 +157,35 @@ def _with_suffix(form: XMLFormat, suffix: str) -> XMLFormat:
 HY_V3_OPENSOURCE = replace(_with_suffix(HY_V3, ":opensource"), template_markers=("<tool_sep", ":opensource"))
 """Same as ``HY_V3``, with ``<tool_call:opensource>`` and so on: Hunyuan 3."""
 
+K2_HORIZON = XMLFormat(
+    parsers=("k2_horizon",),
+    template_markers=("<ifm|tool_call>",),
+    start_markers=("<ifm|tool_calls>", "<ifm|tool_call>"),
+    end_markers=("</ifm|tool_calls>",),
+    marker_tokens=(
+        "<ifm|tool_calls>",
+        "</ifm|tool_calls>",
+        "<ifm|tool_call>",
+        "</ifm|tool_call>",
+        "<ifm|arg_key>",
+        "</ifm|arg_key>",
+        "<ifm|arg_value>",
+        "</ifm|arg_value>",
+    ),
+    name_start="<ifm|tool_call>",
+    parameter=("<ifm|arg_key>", "</ifm|arg_key>"),
+    value_start="<ifm|arg_value>",
+    value_end="</ifm|arg_value>",
+    close="</ifm|tool_call>",
+    line="",
+    prefix="<ifm|tool_calls>",
+    call_start=("<ifm|tool_call>", ""),
+    call_end="</ifm|tool_call>",
+    suffix="</ifm|tool_calls>",
+)
+"""``<ifm|tool_call>name<ifm|arg_key>key</ifm|arg_key><ifm|arg_value>value</ifm|arg_value></ifm|tool_call>`` for each
+call, in ``<ifm|tool_calls>``: K2 Horizon."""
+
 DEEPSEEK_V32 = XMLFormat(
     parsers=("deepseek_v32", "deepseekv32"),
     template_markers=("｜DSML｜", "function_calls>"),
@@ -323,6 +352,7 @@ FORMATS = (
     LONGCAT_XML,
     HY_V3,
     HY_V3_OPENSOURCE,
+    K2_HORIZON,
     DEEPSEEK_V32,
     DEEPSEEK_V4,
     GIGACHAT35,
