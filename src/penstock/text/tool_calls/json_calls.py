@@ -119,7 +119,7 @@ class _JSONCallParser(ToolCallParser):
         if not HEADER_NAME.fullmatch(name) or not (rest.startswith(end) or end.startswith(rest)):
             return self._reject()
         if not rest.startswith(end):
-            return self._wait_for_head(last)
+            return self._wait_for_head(last) if len(rest) < 2 else self._wait_for_end(last)
         self._held, self._marker = rest[len(end) :], f"{self._marker}{name}{end}"
         return True
 
