@@ -26,7 +26,7 @@ from .format import Schemas, ToolCallFormat, ToolCallParser
 from .values import STRING, Types, resolved, typed_value, types_of
 
 NAME = re.compile(r"[^\s<>\"'=]{1,256}")
-KEY = re.compile(r"(?!(?:invoke|tool_call)$)[^\s<>\"'=()/]{1,128}")
+KEY = re.compile(r"(?!(?:invoke|tool_call)\Z)[^\s<>\"'=()/]{1,128}")
 """Pattern of the parameter names that can be written."""
 ITEM = "item"
 """Name of the elements of an array."""
