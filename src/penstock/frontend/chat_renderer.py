@@ -27,6 +27,7 @@ from penstock.text import (
 )
 from penstock.text.control_tokens import remove_breaks, restore_breaks, with_message_breaks
 from penstock.text.encoding import Texts
+from penstock.text.generic_tools import NO_TOOLS, generic_messages, tool_instructions
 from penstock.text.isolated_template import IsolatedTemplate, TemplatePool
 from penstock.text.side_files import choose_template
 
@@ -38,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 MAX_TEMPLATES = 16
 """Maximum number of chat templates for which markers are remembered."""
-
+GENERIC = "generic"
+"""Value of ``--tool-call-parser`` with which tools are described in the system message."""
 T = TypeVar("T")
 Template = ChatTemplate | IsolatedTemplate
 
@@ -54,6 +56,7 @@ class ResponseFormats(NamedTuple):
 @lru_cache(16)
 def _response_formats(options: ModelOptions, template: str) -> ResponseFormats:
     uses_tools = re.search(r"\btools\b", template) is not None  # a template without tools hides them from the model
+    uses_tools |= options.tool_call_parser == GENERIC
     tools = tool_call_format(options.tool_call_parser, template) if uses_tools else None
     return ResponseFormats(tools, reasoning_format(options.reasoning_parser, template))
 
@@ -187,30 +190,56 @@ class ChatRenderer:
         if wrong := options.keys() & {"messages", "self"}:
             raise invalid("chat_template_kwargs", f"{wrong.pop()!r} is a reserved name: remove it")
         chosen: Template
+        generic = self._options.tool_call_parser == GENERIC
         if template is None:
-            chosen = self._tokenizer.template_for(tools=options.get("tools") is not None)
-            if options.get("tools") and "tools" not in chosen.variables:
-                message = "tools: this model's chat template does not support tools"
-                raise PenstockError(Code.UNSUPPORTED, message, "tools")
+            chosen = self._tokenizer.template_for(tools=not generic and options.get("tools") is not None)
+            if not generic and options.get("tools") and "tools" not in chosen.variables:
+                raise PenstockError(Code.UNSUPPORTED, NO_TOOLS, "tools")
         else:
             chosen = IsolatedTemplate(template, self._tokenizer.special, self._request_templates, "chat_template")
         if self._options.allow_special_tokens_in_content:
-            return Texts(await steps.render(chosen, messages, options, size, client))
+            return Texts(await self._rendered(chosen, messages, options, size, client, steps))
         tokens = self._tokenizer.control_tokens
         find = partial(with_message_breaks, messages, options, tokens, self._assistant_tokens(chosen.source))
         if broken := await steps.prepare(size, find):
             try:
-                text = await steps.render(chosen, *broken, size, client)
+                text = await self._rendered(chosen, *broken, size, client, steps)
                 return Texts(restore_breaks(text), has_breaks=True)
             except PenstockError as error:
                 if error.failure.limit is not None:  # the template takes too long
                     raise
                 failure = error.failure
-        text = await steps.render(chosen, messages, options, size, client)
+        text = await self._rendered(chosen, messages, options, size, client, steps)
         if broken:
             message = "the chat template rejects messages with protected control tokens (%s): they stay control tokens"
             logger.warning(message, failure.message)
         return Texts(text)
+
+    async def _rendered(
+        self,
+        chosen: Template,
+        messages: Messages,
+        options: Mapping[str, Any],
+        size: int,
+        client: str,
+        steps: Steps,
+    ) -> str:
+        """Render the messages. Parameters as for ``text``; with ``GENERIC``, tools are described in a message."""
+        if self._options.tool_call_parser != GENERIC:
+            return await steps.render(chosen, messages, options, size, client)
+        instructions = tool_instructions(options["tools"]) if options.get("tools") else ""
+        options = {name: value for name, value in options.items() if name != "tools"}
+        converted = generic_messages(messages, instructions)
+        try:
+            text = await steps.render(chosen, converted, options, size, client)
+            if not instructions or remove_breaks(instructions) in remove_breaks(text):
+                return text
+        except PenstockError as error:
+            if not instructions or error.failure.code is not Code.INVALID:
+                raise
+        # the template has no system message
+        converted = generic_messages(messages, instructions, in_system=False)
+        return await steps.render(chosen, converted, options, size, client)
 
     def _assistant_tokens(self, template: str) -> Collection[str]:
         """Control tokens that stay tokens in the assistant's messages: the markers of reasoning and tool calls, which
@@ -232,6 +261,7 @@ class ChatRenderer:
         """
         if template is not None:
             return _response_formats(self._options, template)
+        tools = tools and self._options.tool_call_parser != GENERIC
         if tools not in self._own_formats:
             source = choose_template(self._tokenizer.templates, tools) or ""
             self._own_formats[tools] = _response_formats(self._options, source)

@@ -38,7 +38,8 @@ class ParserConfig:
         """Texts that must be detokenized even if they are special tokens."""
         if self.in_channels:
             return HARMONY.marker_tokens
-        reasoning = (self.reasoning.start_marker, self.reasoning.end_marker) if self.reasoning else ()
+        form = self.reasoning
+        reasoning = (form.start_marker, form.end_marker, *form.marker_tokens) if form else ()
         return (*reasoning, *(self.tools.marker_tokens if self.tools else ()))
 
 
@@ -127,18 +128,22 @@ class _MarkerFilter:
         if not self._markers:
             return text
         self._held += text
+        return self._filtered(last=False)
+
+    def flush(self) -> str:
+        """Return the held-back text. Called when no marker can follow: at a tool call or at the end of the answer."""
+        kept = self._filtered(last=True) if self._markers else ""
+        self._skip_newlines = False
+        return kept
+
+    def _filtered(self, last: bool) -> str:
         kept = ""
         while True:
             if self._skip_newlines:
                 self._held = self._held.lstrip("\n")
                 self._skip_newlines = not self._held
-            split = split_at_marker(self._held, self._markers, last=False, space="\n")
+            split = split_at_marker(self._held, self._markers, last, space="\n")
             kept, self._held = kept + split.before, split.rest
             if split.marker is None:
                 return kept
             self._skip_newlines = True
-
-    def flush(self) -> str:
-        """Return the held-back text. Called when no marker can follow: at a tool call or at the end of the answer."""
-        held, self._held, self._skip_newlines = self._held, "", False
-        return held

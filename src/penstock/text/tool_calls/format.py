@@ -70,7 +70,7 @@ class ToolCallFormat(ABC):
 
     def matches(self, template: str) -> bool:
         """Check whether a chat template uses this format."""
-        present = all(text in template for text in self.template_markers)
+        present = bool(self.template_markers) and all(text in template for text in self.template_markers)
         return present and not any(text in template for text in self.excluded_markers)
 
     def new_id(self, seed: str = "") -> str:
