@@ -163,7 +163,7 @@ class Scheduler:
             message = f"{request.request_id!r} is the id of an unfinished request: send another id"
             raise invalid("request_id", message)
         sequences = self.admission.new_sequences(request)
-        if not request.resumed:
+        if not (request.resumed or request.accepted):
             self.admission.check_queue(sequences[0])
         self.admission.enqueue(sequences, prerequisites())
         self._groups[request.request_id] = SequenceGroup(sequences)

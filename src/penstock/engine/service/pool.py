@@ -120,17 +120,18 @@ class EnginePool:
         for address in addresses:
             self._add(address)
 
-    def set_engines(self, addresses: Collection[str]) -> bool:
+    def set_engines(self, addresses: Sequence[str]) -> bool:
         """Replace the engines started by this server. Returns True if there are new ones. Once they are connected,
-        those not in ``addresses`` are removed: their requests continue on the new ones, and those that cannot finish
-        where they are."""
+        those not in ``addresses`` are removed. Their requests continue on the new ones; requests that cannot continue
+        there finish on the old ones."""
         added = [address for address in addresses if address not in {replica.address for replica in self._replicas}]
         if not added:
             return False
+        adapters = self.adapters
         for replica in self._replicas:
             replica.replaced = replica.instance is None and replica.address not in addresses
         for address in added:
-            self._add(address)
+            self._add(address, position=addresses.index(address), adapters=adapters)
         return True
 
     async def connected(self) -> None:
@@ -154,7 +155,19 @@ class EnginePool:
         self._move_from_leaving()
         self._changed.set()
 
-    def _add(self, address: str, instance: Instance | None = None) -> None:
+    def _add(
+        self,
+        address: str,
+        instance: Instance | None = None,
+        position: int | None = None,
+        adapters: dict[str, str] | None = None,
+    ) -> None:
+        """Connect to an engine.
+
+        Args:
+            position: position in the list of replicas; None: the end.
+            adapters: the LoRA adapters that the engine must have; None: those of its options and of the other engines.
+        """
         taken = {replica.number for replica in self._replicas}
         number = next(number for number in itertools.count() if number not in taken)
         client = EngineClient(
@@ -168,11 +181,12 @@ class EnginePool:
             lambda engine: self._on_replica_ready(replica, engine),
             lambda: self._on_replica_stopping(replica),
             self._secret,
+            adapters,
         )
         replica = Replica(number, client, instance)
-        if adapters := self.adapters:
-            client.set_adapters(adapters)
-        self._replicas.append(replica)
+        if adapters is None and (known := self.adapters):
+            client.set_adapters(known)
+        self._replicas.insert(len(self._replicas) if position is None else position, replica)
 
     def _remove_idle(self) -> None:
         """Disconnect from engines that are leaving and have no open request."""
@@ -195,12 +209,12 @@ class EnginePool:
     def engine(self) -> messages.Ready | None:
         """Report of the first connected engine that generates output, with the lowest ``max_model_len`` of these
         engines; None if no such engine is connected."""
-        return _common([replica.engine for replica in self._replicas if replica.generates and replica.engine])
+        return _common([replica.engine for replica in self._generating if replica.engine])
 
     @property
     def fingerprints(self) -> list[str]:
         """Distinct fingerprints of the connected engines. Results may differ between fingerprints."""
-        return sorted({replica.engine.fingerprint for replica in self._replicas if replica.engine})
+        return sorted({one.engine.fingerprint for one in self._replicas if one.engine and not one.leaving})
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -212,7 +226,12 @@ class EnginePool:
     @property
     def states(self) -> list[EngineState]:
         """States of the connected engines that generate output."""
-        return [engine.state for replica in self._replicas if replica.generates and (engine := replica.client.engine)]
+        return [engine.state for replica in self._generating if (engine := replica.client.engine)]
+
+    @property
+    def _generating(self) -> list[Replica]:
+        """Replicas that generate output, without those that are leaving."""
+        return [replica for replica in self._replicas if replica.generates and not replica.leaving]
 
     async def ready(self) -> messages.Ready:
         """Wait until an engine is available, and return its report. Raises ``PenstockError`` (``unavailable``) after
@@ -258,10 +277,11 @@ class EnginePool:
     def stats(self) -> messages.Stats:
         """Last statistics of the engines, combined by ``Stats.total``, with the statistics of each engine in
         ``replicas``."""
-        each = [self._stats_of(replica) for replica in self._replicas]
-        if len(each) == 1 and self._replicas[0].instance is None:
+        replicas = [replica for replica in self._replicas if not replica.leaving]
+        each = [self._stats_of(replica) for replica in replicas]
+        if len(each) == 1 and replicas[0].instance is None:
             return each[0]
-        generating = [stats for replica, stats in zip(self._replicas, each, strict=True) if replica.generates]
+        generating = [stats for replica, stats in zip(replicas, each, strict=True) if replica.generates]
         if not generating:
             return messages.Stats()
         return msgspec.structs.replace(messages.Stats.total(generating), replicas=each)
@@ -442,8 +462,8 @@ class EnginePool:
                 entry.stop_waiting()  # nothing is left to compute
                 return
             request = msgspec.structs.replace(request, resumed=output)
-        if entry.deaths:
-            request = msgspec.structs.replace(request, deaths=entry.deaths)
+        if entry.deaths or entry.accepted:
+            request = msgspec.structs.replace(request, deaths=entry.deaths, accepted=entry.accepted)
         replica, uncached, prefills = self._balancer.choose(request, available)
         addresses = tuple([replica.kv_address for replica in prefills])
         replica.client.add(msgspec.structs.replace(request, prefill=addresses) if addresses else request)
@@ -583,10 +603,10 @@ class EnginePool:
         self._changed.set()
         if (known := self.engine) is not None:
             self._last_engine, self._lost_at = known, math.inf
-        own = [one for one in self._replicas if one.instance is None]
-        if any(one.replaced and not one.leaving for one in own) and all(one.engine or one.replaced for one in own):
-            for one in own:
-                one.leaving = one.replaced
+        local = [each for each in self._replicas if each.instance is None]
+        if all(each.engine or each.replaced for each in local):
+            for each in local:
+                each.leaving = each.replaced
         self._continue_waiting()
         self._move_from_leaving()
 
@@ -641,6 +661,7 @@ class EnginePool:
         for name, entry in self._open.items():
             if entry.replica is not replica or entry.aborted:
                 continue
+            entry.accepted = True
             with suppress(PenstockError):
                 self._assign(entry)
                 replica.client.notify(messages.Abort(name))
@@ -676,12 +697,15 @@ class EnginePool:
             return False
         if full:
             entry.full |= {full}
+        else:
+            entry.accepted = True
         try:
             self._assign(entry)
         except PenstockError as error:
             # A replica that is stopping rejects requests until it ends; they wait for the next one.
             stopping = rejection if rejection and rejection.code is Code.UNAVAILABLE else None
-            if not self._may_wait(stopping or error.failure):
+            is_replaced = full is not None and full.leaving and entry.engine is not None  # no next one, it is here
+            if is_replaced or not self._may_wait(stopping or error.failure):
                 return False
             entry.full = frozenset()
             self._wait(entry)

@@ -91,6 +91,7 @@ class OpenRequest:
         *(
             "_num_repeated",
             "aborted",
+            "accepted",
             "adapter_path",
             "changed",
             "cost",
@@ -124,6 +125,8 @@ class OpenRequest:
         self.changed = False
         """True if ``replica`` may compute other bits than the earlier engine, and has returned nothing yet."""
         self.aborted = False
+        self.accepted = False
+        """True if an engine was lost or left that had not rejected the request."""
         self.paused = False
         self.deaths = self.sent_deaths = 0
         """Number of engines that died in a step with the request, and the number that ``replica`` knows."""

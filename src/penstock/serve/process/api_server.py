@@ -190,8 +190,8 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop)
-    for number in (signal.SIGINT, signal.SIGHUP):  # they may reach the whole group; the supervisor handles them
-        loop.add_signal_handler(number, lambda: None)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C reaches the whole group; the supervisor handles it
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as above; child processes ignore it, too
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_report_alive(send))]
         tasks += [group.create_task(model_manager.listen(buffered)), group.create_task(repository.follow())]
