@@ -134,11 +134,12 @@ class EnginePool:
             self._add(address, position=addresses.index(address), adapters=adapters)
         return True
 
-    async def connected(self) -> None:
-        """Wait until all engines started by this server are connected. Raises ``PenstockError`` (``unavailable``) after
-        ``stop_serving``."""
+    async def connected(self, timeout: float | None = None) -> None:
+        """Wait until all engines started by this server are connected, for at most ``timeout`` seconds. Raises
+        ``PenstockError`` (``unavailable``) after ``stop_serving``, and ``TimeoutError``."""
         clients = [replica.client for replica in self._replicas if replica.instance is None and not replica.replaced]
-        await asyncio.gather(*(client.ready() for client in clients))
+        async with asyncio.timeout(timeout):
+            await asyncio.gather(*(client.ready() for client in clients))
 
     def set_instances(self, instances: Iterable[Instance]) -> None:
         """Replace the instances. The requests of those not in ``instances`` continue on other ones, or finish where
