@@ -18,6 +18,7 @@ from test_weights import perturbed
 from transformers import Qwen3Config
 
 from penstock import LLM, AsyncLLM, PenstockError, SamplingParams
+from penstock.core import Code
 from penstock.frontend.outputs import RequestOutput
 
 OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 300, "weight_cache_dir": "none"}
@@ -133,11 +134,15 @@ def test_restart_may_be_cancelled_or_followed_by_close(folders: tuple[Path, Path
             restarting = asyncio.ensure_future(llm.restart())
             await asyncio.wait([restarting], timeout=0.4)
             restarting.cancel()
+            await asyncio.wait([restarting])
             assert await Stream(llm, 20).tokens() == oracles[0](PROMPT, 20)
-            while True:  # the cancelled restart may still be starting its process
-                with suppress(PenstockError):
+            while True:
+                try:
                     await llm.restart()
                     break
+                except PenstockError as error:  # the cancelled restart is still starting its process
+                    assert error.failure.code is Code.UNAVAILABLE
+                    await asyncio.sleep(0.1)
             assert await Stream(llm, 20).tokens() == oracles[0](PROMPT, 20)
             restarting = asyncio.ensure_future(llm.restart())
             await asyncio.wait([restarting], timeout=0.4)

@@ -185,7 +185,7 @@ def test_grpc_messages_without_key_are_not_read(served: Served, stub: Any) -> No
             error = call.exception()
             assert isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED
         assert stub.ServerLive(pb.ServerLiveRequest()).live
-    assert peak_memory(process) < before + 128
+    assert peak_memory(process) < before + 64
 
 
 @pytest.mark.thorough

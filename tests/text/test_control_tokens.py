@@ -113,8 +113,8 @@ def new_pieces(folder: Path) -> None:
 
 
 def word_pieces(folder: Path) -> None:
-    words = "the river runs to sea r ##i ##ver ##s ##u ##n [ ] cl ##s pad s ##ep q ##r".split()
-    (folder / "vocab.txt").write_text("\n".join(["[PAD]", *words, "[UNK]", "[CLS]", "[SEP]", "[MASK]"]) + "\n")
+    vocabulary = "the river runs to sea r ##i ##ver ##s ##u ##n [ ] cl ##s pad s ##ep q ##r".split()
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", *vocabulary, "[UNK]", "[CLS]", "[SEP]", "[MASK]"]) + "\n")
 
 
 def gguf_bpe(folder: Path) -> None:

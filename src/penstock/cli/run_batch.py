@@ -13,7 +13,7 @@ from pathlib import Path
 from penstock.config.options import Configuration, EngineOptions
 from penstock.config.progress import Progress, print_line
 from penstock.core.errors import invalid
-from penstock.engine.service.launcher import EngineProcesses
+from penstock.engine.service.engine_processes import EngineProcesses
 from penstock.engine.service.pool import ResumePolicy
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.input_processor import InputProcessor

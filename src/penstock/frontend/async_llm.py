@@ -23,7 +23,7 @@ from penstock.engine.service.control import (
     UpdateWeights,
     starts_engines,
 )
-from penstock.engine.service.launcher import EngineProcesses
+from penstock.engine.service.engine_processes import EngineProcesses
 from penstock.engine.service.messages import Ready
 from penstock.engine.service.pool import ResumePolicy
 

@@ -19,7 +19,7 @@ from penstock.config.options import Configuration
 from penstock.config.profiles import load
 from penstock.core import Code, PenstockError
 from penstock.engine.executor.ray_executor import PLACEMENT_GROUP
-from penstock.engine.service.launcher import EngineProcesses
+from penstock.engine.service.engine_processes import EngineProcesses
 from penstock.frontend.gateway import Gateway
 from penstock.serve.models.messages import Failed, ModelEntry, Ready
 from penstock.serve.process.metrics_files import metrics_folder

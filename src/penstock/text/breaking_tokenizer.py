@@ -131,9 +131,9 @@ def _boundaries(text: str, encoded: Any) -> tuple[int, int]:
     """Lengths of the first word and of the first token of a text, which is encoded without control tokens; 1 if the
     text has only one."""
     ends = [0, *(end for _, end in encoded.offsets)]
-    words = [end for end, word in zip(ends, encoded.word_ids, strict=False) if word]
+    word_ends = [end for end, word in zip(ends, encoded.word_ids, strict=False) if word]
     token = next((end for end in ends if 0 < end < len(text)), 1)
-    return next((end for end in words if 0 < end < len(text)), token), token
+    return next((end for end in word_ends if 0 < end < len(text)), token), token
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:

@@ -28,7 +28,7 @@ from .actions import (
     WakeUp,
 )
 from .client import STOPPING, EngineClient
-from .launcher import EngineProcesses
+from .engine_processes import EngineProcesses
 
 logger = logging.getLogger(__name__)
 

@@ -121,23 +121,22 @@ class EnginePool:
             self._add(address)
 
     def set_engines(self, addresses: Sequence[str]) -> bool:
-        """Replace the engines started by this server. Returns True if there are new ones. Once they are connected,
-        those not in ``addresses`` are removed. Their requests continue on the new ones; requests that cannot continue
-        there finish on the old ones."""
-        added = [address for address in addresses if address not in {replica.address for replica in self._replicas}]
-        if not added:
-            return False
+        """Replace the engines started by this server. Returns True if there are new ones. An engine that is not in
+        ``addresses`` any more is removed once its successor is connected. Its requests continue on the new engines;
+        requests that cannot continue there finish on the old one."""
+        local = [replica for replica in self._replicas if replica.instance is None and not replica.successor]
+        known = {replica.address for replica in local}
+        added = [address for address in addresses if address not in known]
+        removed = [replica for replica in local if replica.address not in addresses]
         adapters = self.adapters
-        for replica in self._replicas:
-            replica.replaced = replica.instance is None and replica.address not in addresses
-        for address in added:
-            self._add(address, position=addresses.index(address), adapters=adapters)
-        return True
+        for replica, address in zip(removed, added, strict=True):
+            replica.successor = self._add(address, position=self._replicas.index(replica), adapters=adapters)
+        return bool(added)
 
     async def connected(self, timeout: float | None = None) -> None:
         """Wait until all engines started by this server are connected, for at most ``timeout`` seconds. Raises
         ``PenstockError`` (``unavailable``) after ``stop_serving``, and ``TimeoutError``."""
-        clients = [replica.client for replica in self._replicas if replica.instance is None and not replica.replaced]
+        clients = [replica.client for replica in self._replicas if replica.instance is None and not replica.successor]
         async with asyncio.timeout(timeout):
             await asyncio.gather(*(client.ready() for client in clients))
 
@@ -162,7 +161,7 @@ class EnginePool:
         instance: Instance | None = None,
         position: int | None = None,
         adapters: dict[str, str] | None = None,
-    ) -> None:
+    ) -> Replica:
         """Connect to an engine.
 
         Args:
@@ -188,6 +187,7 @@ class EnginePool:
         if adapters is None and (known := self.adapters):
             client.set_adapters(known)
         self._replicas.insert(len(self._replicas) if position is None else position, replica)
+        return replica
 
     def _remove_idle(self) -> None:
         """Disconnect from engines that are leaving and have no open request."""
@@ -604,10 +604,8 @@ class EnginePool:
         self._changed.set()
         if (known := self.engine) is not None:
             self._last_engine, self._lost_at = known, math.inf
-        local = [each for each in self._replicas if each.instance is None]
-        if all(each.engine or each.replaced for each in local):
-            for each in local:
-                each.leaving = each.replaced
+        for each in self._replicas:
+            each.leaving |= each.successor is replica
         self._continue_waiting()
         self._move_from_leaving()
 

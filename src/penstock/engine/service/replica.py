@@ -36,8 +36,8 @@ class Replica:
         and as ``prefill`` of ``OpenRequest``), and prompt tokens of those without output."""
         self.leaving = False
         """True if the replica gets no new requests, and is removed once its open requests have ended."""
-        self.replaced = False
-        """True if the replica leaves as soon as the engines that replace it are connected."""
+        self.successor: Replica | None = None
+        """Replica that replaces this one: this one leaves as soon as it is connected."""
 
     @property
     def address(self) -> str:

@@ -17,8 +17,9 @@ from penstock.config.options import Configuration
 from penstock.config.profiles import load
 from penstock.core import Code, PenstockError
 from penstock.engine.service.control import ModelAction, ModelControl, RestartEngines, starts_engines
+from penstock.engine.service.engine_processes import EngineProcesses
 from penstock.engine.service.instance import Instance
-from penstock.engine.service.launcher import EXIT_TIMEOUT, EngineProcesses
+from penstock.engine.service.launcher import EXIT_TIMEOUT
 from penstock.engine.service.messages import Ready
 
 from ..models.messages import ModelEntry, Models

@@ -57,6 +57,9 @@ STATUS = {
 UNREADABLE = Failure(Code.INVALID, "body: is not a valid message of this method", "body")
 SLACK = 2**20
 """Bytes added to gRPC's message size limit: messages up to 1 MiB above the limit get this server's error message."""
+LOOKAHEAD = 2**18
+"""Bytes of a call that gRPC receives before the server reads a message. gRPC's default grows with the delay of the
+connection, which is also long if this process gets little CPU time: large requests without a key would fill memory."""
 MAX_STREAM_REQUESTS = 256
 """Maximum number of open requests of a stream; the next request is read when one of them has finished."""
 MAX_QUEUED_RESPONSES = 16
@@ -111,8 +114,10 @@ class GrpcServer:
     async def _listen(self, largest: int) -> None:
         """Start a server for messages of at most ``largest`` bytes, and stop the previous server."""
         limits = [("grpc.max_receive_message_length", largest + SLACK), ("grpc.max_send_message_length", -1)]
+        flow_control = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", LOOKAHEAD)]
         server = grpc.aio.server(
-            interceptors=[Authorization(self._inference)], options=[("grpc.so_reuseport", 1), *limits]
+            interceptors=[Authorization(self._inference)],
+            options=[("grpc.so_reuseport", 1), *limits, *flow_control],
         )
         server.add_generic_rpc_handlers((_handlers(self._inference),))
         options, address = self._options, self._address
