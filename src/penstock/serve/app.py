@@ -94,6 +94,7 @@ def build(
     configuration: Configuration | None = None,
     register: instances.Register | None = None,
     storage: Storage | None = None,
+    mcp: responses.McpServers | None = None,
 ) -> ASGIApp:
     """Build the ASGI application.
 
@@ -103,6 +104,7 @@ def build(
         configuration: configuration of the server, for the routes of instances and routers (with ``register``).
         register: see ``instances.add_routes``.
         storage: stores of responses, conversations, files and batches; None if storage is off.
+        mcp: MCP servers whose tools requests may use; None: none.
     """
     blade = BladeLLM(served_models)
     default: SharedPathDialect = openai.OpenAI(served_models, vllm.check if vllm.is_ascend(served_models) else None)
@@ -117,7 +119,7 @@ def build(
     anthropic.add_routes(routes, served_models)
     openai.add_routes(routes, served_models)
     stores = responses.Stores(storage.responses, storage.conversations) if storage else None
-    responses.add_routes(routes, served_models, stores)
+    responses.add_routes(routes, served_models, stores, mcp)
     without_storage: tuple[str, ...] = FILE_PATHS if storage else STORED_PATHS
     if storage and storage.batches:
         without_storage = ()

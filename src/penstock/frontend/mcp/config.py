@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx2
 import msgspec
 
+from penstock.config import secrets
 from penstock.core.errors import invalid
 from penstock.core.json_files import read_json_file
 
@@ -74,23 +75,28 @@ def load_mcp_config(path: str) -> dict[str, Server]:
     check_installed()
     given = read_json_file(Path(path).expanduser(), FIELD)
     try:
-        entries = msgspec.convert(given, _File).servers
+        file = msgspec.convert(given, _File)
     except msgspec.ValidationError as error:
         example = '{"mcpServers": {"files": {"command": "mcp-files", "args": ["/data"]}}}'
         raise invalid(FIELD, f"{path} must be a JSON object such as {example}: {error}") from error
-    return {name: _server(name, entry) for name, entry in entries.items() if not entry.disabled}
+    secrets.register(file)
+    return {name: _server(name, entry) for name, entry in file.servers.items() if not entry.disabled}
 
 
-def check_installed() -> None:
-    """Raise ``PenstockError`` (``invalid``) unless the package ``mcp`` is installed in a supported version."""
+def check_installed(field: str = FIELD) -> None:
+    """Raise ``PenstockError`` (``invalid``) unless the package ``mcp`` is installed in a supported version.
+
+    Args:
+        field: name of the option that needs it, for errors.
+    """
     try:
         version = importlib.metadata.version("mcp")
     except importlib.metadata.PackageNotFoundError as error:
         message = "needs the package mcp, which is not installed: pip install 'penstock-llm[mcp]'"
-        raise invalid(FIELD, message) from error
+        raise invalid(field, message) from error
     if int(version.partition(".")[0]) < MIN_VERSION:
         message = f"needs the package mcp {MIN_VERSION} or later, not {version}: pip install -U 'penstock-llm[mcp]'"
-        raise invalid(FIELD, message)
+        raise invalid(field, message)
 
 
 def check_url(field: str, url: str) -> None:

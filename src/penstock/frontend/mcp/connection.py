@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from penstock.config.secrets import mask
 from penstock.core import Code, PenstockError
 
 from .config import HttpServer, Server
@@ -55,7 +56,7 @@ class McpTool(msgspec.Struct, frozen=True):
     @property
     def is_read_only(self) -> bool:
         """True if the server states that the tool changes nothing."""
-        return bool(self.annotations) and self.annotations.get("readOnlyHint") is True
+        return self.annotations is not None and self.annotations.get("readOnlyHint") is True
 
 
 class McpConnection:
@@ -146,6 +147,7 @@ class McpConnection:
     async def _new_client(self, stack: AsyncExitStack) -> mcp.Client:
         import mcp
 
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it logs errors that are also raised, with tracebacks
         server, limits = self._server, self._limits
         if not isinstance(server, HttpServer):
             parameters = mcp.StdioServerParameters(
@@ -215,7 +217,7 @@ def _part_text(part: Any) -> str:
 
 
 def _describe(error: BaseException, timeout: float) -> str:
-    """Message of an error of the package ``mcp``, which may be a group of errors."""
+    """Message of an error of the package ``mcp``, which may be a group of errors, without secrets."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):
@@ -224,4 +226,4 @@ def _describe(error: BaseException, timeout: float) -> str:
         return "the connection was closed"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or ''} {error.strerror}".strip()
-    return str(error) or type(error).__name__
+    return mask(str(error)) or type(error).__name__

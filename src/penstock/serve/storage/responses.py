@@ -24,7 +24,7 @@ MAX_CHAIN = 1000
 LOST_AFTER = 30.0
 """Seconds without a heartbeat after which a pending response is reported as failed."""
 PENDING = ("queued", "in_progress")
-ITEM_ID = re.compile(r"(?:rs|msg|fc|in)_(.{1,128})_[0-9]{1,9}")
+ITEM_ID = re.compile(r"(?:rs|msg|fc|in|mcp[lr]?)_(.{1,128})_[0-9]{1,9}")
 """Id of an item; the group is the id of its response without ``resp_``."""
 LOST = {"code": "server_error", "message": "the process that computed the response has ended; send the request again"}
 

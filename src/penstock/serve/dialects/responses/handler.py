@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 from uuid import uuid4
-
-import msgspec
 
 from penstock.core import Failure
 from penstock.frontend.outputs import RequestOutput
@@ -17,20 +13,13 @@ from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.served_models import ServedModel
 
 from .convert import namespaces, to_chat_request
+from .document import Document, ResponseDocument
 from .events import Events, OutputItemStream, usage_of
-from .schema import ResponsesRequest, conversation_of
-
-Document = dict[str, Any]
-"""A response object of the Responses API."""
-ECHOED_FIELDS = (
-    "instructions max_output_tokens metadata previous_response_id reasoning temperature text tool_choice tools top_p "
-    "user service_tier"
-).split()
-"""Fields of the request that the response repeats."""
+from .schema import ResponsesRequest
 
 
 class ResponseHandler(ChatGeneration):
-    """Handler of one Responses request.
+    """Handler of one Responses request without MCP tools.
 
     Args:
         save: stores the finished response (a ``ResponseSaver``); returns True if the response object was stored.
@@ -50,12 +39,10 @@ class ResponseHandler(ChatGeneration):
         chat = to_chat_request(request, service.template_variables, service.sees_images)
         super().__init__(service, record, chat, size, keeps_body=save is not None)
         self._events = events
-        self._request = msgspec.structs.replace(request, input="")
-        self._name = record.request_id if save is None else uuid4().hex  # a client may reuse a request id
-        self._created = int(time.time())
         self._save = save
-        self._stores = stores
-        self._items = OutputItemStream(self._name, events.event, namespaces(request.tools))
+        name = response_name(record, save is not None)
+        self._document = ResponseDocument(request, name, self.model, stores)
+        self._items = OutputItemStream(name, events.event, namespaces(request.tools))
 
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
         return encode(await self._store(self._finished_response(outputs[0])))
@@ -63,14 +50,14 @@ class ResponseHandler(ChatGeneration):
     async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
         completion, event, events = output.outputs[0], self._events.event, b""
         if completion.index not in self.cursors:
-            empty = self._response([], "in_progress")
+            empty = self.pending("in_progress")
             events = event("response.created", response=empty) + event("response.in_progress", response=empty)
         events += self._items.add(self.delta(completion))
         if not completion.finished:
             return events
-        status = self._status(output)
+        status = status_of(output)
         events += self._items.end(status)
-        document = await self._store(self._response(self._items.items, status, output))
+        document = await self._store(self._document.build(self._items.items, status, usage_of(output)))
         return events + event(f"response.{status}", response=document)
 
     async def computed(self) -> Document:
@@ -79,18 +66,18 @@ class ResponseHandler(ChatGeneration):
         return self._finished_response(output)
 
     def _finished_response(self, output: RequestOutput) -> Document:
-        status = self._status(output)
+        status = status_of(output)
         self._items.add(self.delta(output.outputs[0]))
         self._items.end(status)
-        return self._response(self._items.items, status, output)
+        return self._document.build(self._items.items, status, usage_of(output))
 
     def pending(self, status: str) -> Document:
         """The response object before there is any output."""
-        return self._response([], status)
+        return self._document.build([], status)
 
     def failed(self, failure: Failure) -> Document:
         """The response object of a request that has failed."""
-        return self._response([], "failed") | {"error": {"code": "server_error", "message": failure.message}}
+        return self._document.failed([], failure)
 
     async def _store(self, document: Document) -> Document:
         """Store the finished response if requested; returns it with the field ``store`` set to the result."""
@@ -98,30 +85,11 @@ class ResponseHandler(ChatGeneration):
             document["store"] = await self._save(document)
         return document
 
-    def _status(self, output: RequestOutput) -> str:
-        return "incomplete" if output.outputs[0].finish_reason == "length" else "completed"
 
-    def _response(self, items: list[Document], status: str, output: RequestOutput | None = None) -> Document:
-        """The response object. ``output`` is the final output; None while the response is in progress."""
-        request = self._request
-        echoed = {name: msgspec.to_builtins(getattr(request, name)) for name in ECHOED_FIELDS}
-        return {
-            "id": f"resp_{self._name}",
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "background": request.background is True,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self.model,
-            "output": items,
-            "usage": usage_of(output) if output else None,
-            **echoed,
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "tool_choice": echoed["tool_choice"] or "auto",
-            "tools": echoed["tools"] or [],
-            "text": echoed["text"] or {"format": {"type": "text"}},
-            "store": self._stores,
-            "conversation": {"id": conversation} if (conversation := conversation_of(request)) else None,
-            "truncation": "disabled",
-        }
+def response_name(record: RequestRecord, is_stored: bool) -> str:
+    """Id of the response without ``resp_``. A client may reuse a request id, so a stored response has another id."""
+    return uuid4().hex if is_stored else record.request_id
+
+
+def status_of(output: RequestOutput) -> str:
+    return "incomplete" if output.outputs[0].finish_reason == "length" else "completed"

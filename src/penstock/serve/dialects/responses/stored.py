@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -16,7 +16,8 @@ from penstock.engine.service.client import STOPPING
 from penstock.serve.http.reply import RequestLimiter
 from penstock.serve.http.unexpected import unexpected
 
-from .handler import Document, ResponseHandler
+from .document import Document
+from .events import PREFIXES
 from .schema import CountTokensRequest, Item, conversation_of
 
 if TYPE_CHECKING:  # these modules import optional dependencies
@@ -28,8 +29,21 @@ BEAT_INTERVAL = 2.0
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=CountTokensRequest)
 
-PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-"""Item type → prefix of the ids of such items."""
+
+class BackgroundHandler(Protocol):
+    """Handler of a response that is computed in the background."""
+
+    def pending(self, status: str) -> Document:
+        """The response object before there is any output."""
+        ...
+
+    def failed(self, failure: Failure) -> Document:
+        """The response object of a request that has failed."""
+        ...
+
+    async def computed(self) -> Document:
+        """Generate the output, and return the finished response. Raises ``PenstockError`` if the request fails."""
+        ...
 
 
 class Stores(NamedTuple):
@@ -46,7 +60,7 @@ def input_items(request: CountTokensRequest) -> list[Document]:
         parts = [{"type": "input_text", "text": given}]
         given = [msgspec.convert({"role": "user", "content": parts}, Item)]
     items: list[Document] = msgspec.to_builtins(given)
-    return [{key: value for key, value in item.items() if value is not None and key != "id"} for item in items]
+    return [_without_id(item) for item in items]
 
 
 async def with_conversation(
@@ -140,7 +154,7 @@ class Background:
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def start(self, service: RequestLimiter, handler: ResponseHandler, saver: ResponseSaver) -> Document:
+    async def start(self, service: RequestLimiter, handler: BackgroundHandler, saver: ResponseSaver) -> Document:
         """Store a response with the status ``queued``, and start computing it; returns the queued response."""
         queued = handler.pending("queued")
         await saver.add(queued)
@@ -154,7 +168,7 @@ class Background:
         if task := self._tasks.get(name):
             task.cancel()
 
-    async def _run(self, name: str, service: RequestLimiter, handler: ResponseHandler, saver: ResponseSaver) -> None:
+    async def _run(self, name: str, service: RequestLimiter, handler: BackgroundHandler, saver: ResponseSaver) -> None:
         store, owner = saver.store, saver.owner
 
         async def compute() -> None:
@@ -180,7 +194,7 @@ class Background:
         finally:
             work.cancel()
 
-    async def _fail(self, handler: ResponseHandler, saver: ResponseSaver, failure: Failure) -> None:
+    async def _fail(self, handler: BackgroundHandler, saver: ResponseSaver, failure: Failure) -> None:
         """Store the response as failed, unless it was cancelled or deleted."""
         document = handler.failed(failure)
         try:
@@ -198,6 +212,15 @@ async def _is_wanted(store: ResponseStore, owner: str, name: str) -> bool:
         return True
 
 
+def _without_id(item: Document) -> Document:
+    """Remove the id of an item, and null fields. The id of an approval request, to which its response refers, becomes
+    the field ``approval_request_id``."""
+    result = {key: value for key, value in item.items() if value is not None and key != "id"}
+    if item.get("type") == "mcp_approval_request" and item.get("id"):
+        result.setdefault("approval_request_id", item["id"])
+    return result
+
+
 def conversation_items(items: list[Document]) -> list[Document]:
     """Complete items for a conversation: add new ids and a status, and convert the content to a list of parts."""
     return [_complete(item) for item in items]
@@ -205,7 +228,7 @@ def conversation_items(items: list[Document]) -> list[Document]:
 
 def _complete(item: Document) -> Document:
     kind = item.get("type", "message")
-    result = {**item, "type": kind, "id": f"{PREFIXES.get(kind, 'item')}_{uuid4().hex}"}
+    result = _without_id(item) | {"type": kind, "id": f"{PREFIXES.get(kind, 'item')}_{uuid4().hex}"}
     result["status"] = item.get("status") or "completed"
     if kind == "reasoning":
         result.setdefault("summary", [])
