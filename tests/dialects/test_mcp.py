@@ -42,7 +42,7 @@ REPLIES = (
     "unused",
     "That was too much.",
     # 15
-    tool_call("tools__wait"),
+    tool_call("local__wait"),
     # 16
     tool_call("web_search__add", a=6, b=6),
     "12",
@@ -79,13 +79,14 @@ def mcp_url(folder: Path) -> Iterator[str]:
 def served(folder: Path, mcp_url: str) -> Iterator[Served]:
     stdio = {"command": sys.executable, "args": [TOOLS, "stdio", str(folder)], "env": {"SECRET": "of-the-process"}}
     servers = {
-        "tools": stdio,
-        "remote": {"type": "http", "url": mcp_url, "headers": {"X-Secret": "of-the-configuration"}},
+        "tools": {"type": "http", "url": mcp_url, "headers": {"X-Secret": "of-the-configuration"}},
+        "local": stdio,
         "web_search": stdio,
         "broken": {"command": "/does/not/exist"},
     }
     (folder / "mcp.json").write_text(json.dumps({"mcpServers": servers}))
     model = scripted_model(folder / "model", *REPLIES)
+    (folder / "calls").touch()
     flags = ("--mcp-config", str(folder / "mcp.json"), "--mcp-max-rounds", "3", "--mcp-max-result-size", "1000")
     storage = ("--storage-dir", str(folder / "storage"))
     with Served("--model", str(model), "--served-model-name", "scripted", *flags, *storage) as server:
@@ -153,10 +154,10 @@ def kinds(response: Response) -> list[str]:
     return [item.type for item in response.output]
 
 
+@pytest.mark.row("responses", "mcp", "mcp_list_tools", "mcp_call")
 @BOTH
 def test_loop_calls_tools_until_the_answer(client: openai.OpenAI, calls: Path, ask: Any) -> None:
     response = ask(client, **request(0))
-    print(response.model_dump_json(exclude={"tools"})[:3000])
     assert kinds(response) == ["mcp_list_tools", "message", "mcp_call", "mcp_call", "message"]
     listed, _, first, second, _ = response.output
     assert [tool.name for tool in listed.tools][:2] == ["add", "delete"]
@@ -166,7 +167,212 @@ def test_loop_calls_tools_until_the_answer(client: openai.OpenAI, calls: Path, a
         ("5", None, "completed"),
         ("45", None, "completed"),
     ]
-    assert response.output_text == "I add. The sum is 45."
+    assert response.output_text == "I add.The sum is 45."
     assert (response.status, calls.read_text()) == ("completed", "add 2 3\nadd 5 40\n")
     once = ask(client, **request(2))
     assert response.usage.input_tokens > 3 * once.usage.input_tokens
+
+
+@pytest.mark.parametrize("kind", ["process", "http", "url"])
+def test_server_gets_its_configuration(client: openai.OpenAI, mcp_url: str, kind: str) -> None:
+    """Environment variables of a process; headers of a server with HTTP, also if a client names it by its URL."""
+    tools = {
+        "process": mcp("local"),
+        "http": mcp("tools"),
+        "url": mcp("mine", server_url=mcp_url, headers={"X-Other": "of-the-client"}, authorization="of-the-client"),
+    }
+    label = tools[kind]["server_label"]
+    wanted = {"type": "mcp_approval_request", "id": "mcpr_1", "server_label": label, "name": "secret"}
+    approved = {"type": "mcp_approval_response", "approval_request_id": "mcpr_1", "approve": True}
+    items = [{"role": "user", "content": "Go!"}, wanted | {"arguments": "{}"}, approved]
+    response = client.responses.create(**request(1, tools[kind], input=items))
+    assert [item.type for item in response.output] == ["mcp_list_tools", "mcp_call", "message"]
+    assert response.output[0].server_label == label
+    assert response.output[1].output == ("of-the-process" if kind == "process" else "of-the-configuration")
+    assert "of-the-client" not in response.model_dump_json()
+
+
+@pytest.mark.row("responses", "mcp_approval_request", "mcp_approval_response")
+@BOTH
+def test_call_is_executed_after_approval_only(client: openai.OpenAI, calls: Path, ask: Any) -> None:
+    tool = {"type": "mcp", "server_label": "tools"}
+    asked = ask(client, **request(3, tool))
+    assert kinds(asked) == ["mcp_list_tools", "mcp_approval_request"]
+    wanted = asked.output[1]
+    assert (wanted.server_label, wanted.name, json.loads(wanted.arguments)) == ("tools", "delete", {"file": "a.txt"})
+    assert calls.read_text() == ""
+    response = {"type": "mcp_approval_response", "approval_request_id": wanted.id}
+    history = [{"role": "user", "content": "Go!"}, *[item.model_dump() for item in asked.output]]
+
+    approved = ask(client, **request(3, tool, input=[*history, {**response, "approve": True}]))
+    assert kinds(approved) == ["mcp_call", "message"], "the tools are not listed again"
+    call = approved.output[0]
+    assert (call.output, call.approval_request_id, calls.read_text()) == ("deleted a.txt", wanted.id, "delete a.txt\n")
+    assert approved.output_text == "I have asked you."
+    done = [*history, {**response, "approve": True}, *[item.model_dump() for item in approved.output]]
+    assert ask(client, **request(1, WEATHER, input=done)).output_text, "an executed call needs no MCP server"
+
+    rejected = ask(client, **request(3, tool, input=[*history, {**response, "approve": False, "reason": "Never!"}]))
+    assert (kinds(rejected), rejected.output_text) == (["message"], "I have asked you.")
+    assert calls.read_text() == "delete a.txt\n"
+    for items, more in (
+        (history, "has no mcp_approval_response"),
+        ([history[0], {**response, "approve": True}], "there is no mcp_approval_request"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=more):
+            ask(client, **request(3, tool, input=items))
+    with pytest.raises(openai.BadRequestError, match="whose call was approved"):
+        ask(client, **request(3, WEATHER, input=[*history, {**response, "approve": True}]))
+
+
+def test_approval_in_stored_conversations(client: openai.OpenAI, calls: Path) -> None:
+    tool = {"type": "mcp", "server_label": "tools", "require_approval": {"never": {"tool_names": ["add"]}}}
+    asked = client.responses.create(**request(3, tool))
+    items: Any = [{"type": "mcp_approval_response", "approval_request_id": asked.output[1].id, "approve": True}]
+    approved = client.responses.create(**request(3, tool, input=items, previous_response_id=asked.id))
+    assert (approved.output[0].output, approved.output_text) == ("deleted a.txt", "I have asked you.")
+
+    conversation = client.conversations.create().id
+    asked = client.responses.create(**request(3, tool, conversation=conversation))
+    items = [{"type": "mcp_approval_response", "approval_request_id": asked.output[1].id, "approve": True}]
+    approved = client.responses.create(**request(3, tool, input=items, conversation=conversation))
+    assert (kinds(approved), approved.output_text) == (["mcp_call", "message"], "I have asked you.")
+    again = client.responses.create(**request(2, tool, input="And?", conversation=conversation))
+    assert kinds(again) == ["message"]
+    assert calls.read_text() == "delete a.txt\n" * 2
+    listed = [item.type for item in client.conversations.items.list(conversation, order="asc")]
+    assert listed == [
+        "message",
+        "mcp_list_tools",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "message",
+        "message",
+        "message",
+    ]
+
+
+@BOTH
+def test_failed_calls_are_items_that_the_model_sees(client: openai.OpenAI, calls: Path, ask: Any) -> None:
+    response = ask(client, **request(5))
+    assert kinds(response) == ["mcp_list_tools", "mcp_call", "mcp_call", "mcp_call", "message"]
+    _, add, fail, nothing, _ = response.output
+    assert (add.output, add.error) == ("2", None)
+    assert (fail.output, fail.status) == (None, "failed")
+    assert "fail" in fail.error
+    assert "has no tool nothing" in nothing.error
+    assert response.output_text == "One call of three worked."
+
+
+@BOTH
+def test_result_beyond_limit_is_an_error(client: openai.OpenAI, ask: Any) -> None:
+    big, picture = ask(client, **request(12)).output[1:3]
+    assert (big.output, big.status) == (None, "failed")
+    assert "3000 bytes; the maximum is 1000 (mcp_max_result_size)" in big.error
+    assert picture.output == "[image: image/png is not shown]"
+
+
+@BOTH
+def test_functions_of_the_client_end_the_loop(client: openai.OpenAI, ask: Any) -> None:
+    tools = mcp(), WEATHER
+    response = ask(client, **request(9, *tools))
+    assert kinds(response) == ["mcp_list_tools", "mcp_call", "function_call"]
+    _, secret, weather = response.output
+    assert (secret.output, weather.name) == ("of-the-configuration", "get_weather")
+    output = {"type": "function_call_output", "call_id": weather.call_id, "output": "sunny"}
+    history = [{"role": "user", "content": "Go!"}, *[item.model_dump() for item in response.output], output]
+    assert ask(client, **request(9, *tools, input=history)).output_text == "It is sunny."
+
+
+def test_allowed_tools_and_tool_choice(client: openai.OpenAI, calls: Path) -> None:
+    for allowed in (["add"], {"tool_names": ["add", "delete"], "read_only": True}):
+        response = client.responses.create(**request(3, mcp(allowed_tools=allowed)))
+        assert [tool.name for tool in response.output[0].tools] == ["add"]
+        assert "has no tool delete" in response.output[1].error
+    assert calls.read_text() == ""
+    choice: Any = {"type": "mcp", "server_label": "tools", "name": "fail"}
+    forced = client.responses.create(**request(0, tool_choice=choice, max_output_tokens=400))
+    assert forced.output[1].name == "fail"
+
+
+@pytest.mark.row("responses", "max_tool_calls")
+@BOTH
+def test_loop_ends_at_its_limits(client: openai.OpenAI, calls: Path, ask: Any) -> None:
+    endless = ask(client, **request(18))
+    assert (endless.status, endless.incomplete_details.reason) == ("incomplete", "max_tool_calls")
+    assert (kinds(endless), len(calls.read_text().splitlines())) == (["mcp_list_tools", *["mcp_call"] * 3], 3)
+    limited = ask(client, **request(18, max_tool_calls=1))
+    assert [item.status for item in limited.output[1:]] == ["completed", "failed", "failed"]
+    assert "the maximum of 1 tool calls is reached" in limited.output[2].error
+    short = ask(client, **request(18, max_output_tokens=3))
+    assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert len(calls.read_text().splitlines()) == 4
+
+
+@pytest.mark.row("responses", "web_search")
+def test_web_search_uses_the_configured_server(client: openai.OpenAI, calls: Path) -> None:
+    response = client.responses.create(**request(16, {"type": "web_search"}))
+    assert (kinds(response), response.output_text) == (["mcp_list_tools", "mcp_call", "message"], "12")
+    assert calls.read_text() == "add 6 6\n"
+    with pytest.raises(openai.BadRequestError, match="code_interpreter is not supported"):
+        client.responses.create(**request(16, {"type": "code_interpreter", "container": {"type": "auto"}}))
+
+
+def test_background_response_runs_the_loop(client: openai.OpenAI) -> None:
+    response = client.responses.create(**request(0), background=True)
+    deadline = time.monotonic() + 60
+    while response.status in ("queued", "in_progress"):
+        assert time.monotonic() < deadline
+        response = client.responses.retrieve(response.id)
+    assert (response.status, response.output_text) == ("completed", "I add.The sum is 45.")
+
+
+def test_disconnect_ends_call_and_server_process(client: openai.OpenAI, calls: Path) -> None:
+    with client.responses.create(**request(15, mcp("local")), stream=True) as stream:
+        assert next(event for event in stream if event.type == "response.mcp_call_arguments.done")
+        wait_for(calls, "wait\n")
+    wait_for(calls, "wait\nend\n")
+
+
+def wait_for(file: Path, text: str) -> None:
+    deadline = time.monotonic() + 60
+    while file.read_text() != text:
+        assert time.monotonic() < deadline, file.read_text()
+
+
+def test_input_tokens_include_mcp_tools(client: openai.OpenAI) -> None:
+    counted = client.responses.input_tokens.count(model="scripted", input="Go!", tools=[mcp()])  # type: ignore[list-item]
+    assert counted.input_tokens == client.responses.create(**request(2)).usage.input_tokens
+
+
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [
+        ({"server_label": "other"}, "'other' is not configured .*configured: tools, local, web_search, broken"),
+        ({"server_label": "o", "server_url": "http://127.0.0.1:9/mcp"}, "only URLs of configured MCP servers"),
+        ({"server_label": "o", "connector_id": "connector_gmail"}, "connector_id: connectors are OpenAI's"),
+        ({"server_label": "o/o", "server_url": "http://a"}, "server_label: must be 1 to 64 letters"),
+        ({"server_label": "local", "headers": {"A": "b"}}, "is a process"),
+        ({"server_label": "tools", "headers": {"x-secret": "b"}}, "is set by the server's configuration"),
+        ({"server_label": "tools", "headers": {"Host": "b"}}, "Host cannot be set"),
+        ({"server_label": "tools", "headers": {"A": "b\r\nC: d"}}, "must consist of printable ASCII"),
+        ({}, "server_label: is missing"),
+    ],
+)
+def test_wrong_server_is_refused(client: openai.OpenAI, tool: Any, message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.responses.create(**request(0, {"type": "mcp", **tool}))
+
+
+@BOTH
+def test_unreachable_server_fails_the_request(client: openai.OpenAI, ask: Any) -> None:
+    with pytest.raises(openai.InternalServerError, match="tools of the MCP server 'broken' cannot be listed") as failed:
+        ask(client, **request(0, mcp("broken")))
+    assert failed.value.status_code == 503
+
+
+def test_other_pages_cannot_use_tools(served: Served) -> None:
+    headers = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
+    body = {"model": "scripted", "input": "Go!", "tools": [mcp()]}
+    assert httpx.post(f"{served.url}/responses", json=body, headers=headers).status_code == 401

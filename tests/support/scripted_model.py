@@ -41,7 +41,8 @@ To call one: <tool_call>
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n<|reply_' + ([state.results + (first_reply | default(0)), LAST] | min) | string + '|>' }}
+    {%- set reply = [state.results + (first_reply | default(0)), LAST] | min %}
+    {{- '<|im_start|>assistant\\n<|reply_' + reply | string + '|>' }}
 {%- endif %}"""
 
 
