@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,9 @@ def served(folder: Path, mcp_url: str) -> Iterator[Served]:
     (folder / "mcp.json").write_text(json.dumps({"mcpServers": servers}))
     model = scripted_model(folder / "model", *REPLIES)
     (folder / "calls").touch()
-    flags = ("--mcp-config", str(folder / "mcp.json"), "--mcp-max-rounds", "3", "--mcp-max-result-size", "1000")
-    storage = ("--storage-dir", str(folder / "storage"))
-    with Served("--model", str(model), "--served-model-name", "scripted", *flags, *storage) as server:
+    flags = ["--mcp-config", str(folder / "mcp.json"), "--storage-dir", str(folder / "storage")]
+    limits = ["--mcp-max-rounds", "3", "--mcp-max-result-size", "1000", "--mcp-timeout", "600"]
+    with Served("--model", str(model), "--served-model-name", "scripted", *flags, *limits) as server:
         yield server
 
 
@@ -328,17 +328,28 @@ def test_background_response_runs_the_loop(client: openai.OpenAI) -> None:
     assert (response.status, response.output_text) == ("completed", "I add.The sum is 45.")
 
 
-def test_disconnect_ends_call_and_server_process(client: openai.OpenAI, calls: Path) -> None:
+@pytest.mark.slow
+def test_disconnect_ends_call_and_server_process(client: openai.OpenAI, folder: Path, calls: Path) -> None:
     with client.responses.create(**request(15, mcp("local")), stream=True) as stream:
         assert next(event for event in stream if event.type == "response.mcp_call_arguments.done")
-        wait_for(calls, "wait\n")
-    wait_for(calls, "wait\nend\n")
+        wait_until(lambda: calls.read_text() == "wait\n")
+        assert processes_of(folder)
+    wait_until(lambda: calls.read_text() == "wait\nend\n" and not processes_of(folder))
 
 
-def wait_for(file: Path, text: str) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while file.read_text() != text:
-        assert time.monotonic() < deadline, file.read_text()
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of the running MCP servers that the server has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.append(path.read_text())
+    return [line for line in found if f"stdio\0{folder}" in line]
 
 
 def test_input_tokens_include_mcp_tools(client: openai.OpenAI) -> None:

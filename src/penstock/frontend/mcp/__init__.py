@@ -1,6 +1,6 @@
 """Client of MCP servers (Model Context Protocol): configuration file, connections, tools and calls.
 
-The package ``mcp`` (extra ``mcp``) is imported with the first connection.
+The package ``mcp`` (extra ``mcp``) is imported by ``McpConnections``.
 """
 
 from .config import HttpServer, McpConfig, Server, StdioServer, check_installed, load_mcp_config

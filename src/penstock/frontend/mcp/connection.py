@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 from collections.abc import Mapping
@@ -147,7 +148,6 @@ class McpConnection:
     async def _new_client(self, stack: AsyncExitStack) -> mcp.Client:
         import mcp
 
-        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it logs errors that are also raised, with tracebacks
         server, limits = self._server, self._limits
         if not isinstance(server, HttpServer):
             parameters = mcp.StdioServerParameters(
@@ -166,6 +166,8 @@ class McpConnections:
     """The open connections of a process, up to a maximum number."""
 
     def __init__(self, limits: McpLimits) -> None:
+        importlib.import_module("mcp")  # takes half a second, during which a running event loop would be blocked
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it logs errors that are also raised, with tracebacks
         self._limits = limits
         self._open: set[McpConnection] = set()
 

@@ -254,10 +254,12 @@ class AgentHandler:
         fields = self._record.log_fields
         if calls:
             fields["tool_calls"] = fields.get("tool_calls", 0) + len(calls)
+        self._record.calls_tools = True
         try:
             for index, call in zip(indexes, calls, strict=True):
                 yield self._items.finish_call(index, await call)
         finally:
+            self._record.calls_tools = False
             for call in calls:
                 call.cancel()
 
