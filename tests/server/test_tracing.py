@@ -67,7 +67,7 @@ def test_tools_of_mcp_servers_have_spans(collector: Collector, tmp_path: Path) -
         answer = httpx.post(f"{served.url}/responses", json=body, headers=traceparent(trace), timeout=60)
         assert answer.status_code == 200, answer.text
         spans = collector.spans(trace, "POST /v1/responses", "list_tools", "execute_tool add", "execute_tool fail")
-        request = next(json.loads(line) for line in served.lines if '"/v1/responses"' in line)
+        request = json.loads(served.find("POST /v1/responses").string)
     root, add, fail = (spans[name] for name in ("POST /v1/responses", "execute_tool add", "execute_tool fail"))
     assert {add.parent, fail.parent, spans["list_tools"].parent} == {root.span}
     assert (add.attributes["gen_ai.tool.name"], add.attributes["mcp.server"]) == ("add", "tools")

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 CLIENT_DISCONNECTED = Failure(Code.CANCELLED, "the client disconnected")
 SERVER_SENT_EVENTS = b"text/event-stream; charset=utf-8"
 WAITING = b": waiting\n\n"
-"""Comment in a stream whose request waits to continue after the loss of its engine, or for tools of MCP servers, so that
-proxies keep it open, and clients that have disconnected are noticed."""
+"""Comment in a stream whose request waits to continue after the loss of its engine, or for tools of MCP servers:
+proxies keep the connection open, and a client that has disconnected is noticed."""
 COMMENT_INTERVAL = 5.0
 """Seconds between two such comments."""
 DONE = b"data: [DONE]\n\n"
