@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the extra mcp
 
 MAX_TOOLS = 1000
 """Maximum number of tools of a server."""
-MAX_LIST_SIZE = 4 * 2**20
+MAX_LIST_SIZE = 2**20
 """Maximum size of a server's tool definitions in bytes of JSON."""
 CLOSE_TIMEOUT = 10.0
 """Maximum seconds that ``McpConnections.close`` waits for the processes of stdio servers."""

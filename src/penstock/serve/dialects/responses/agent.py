@@ -228,12 +228,13 @@ class AgentHandler:
             changes["max_output_tokens"] = self._tokens_left()
         begun = None if is_first else time.monotonic()
         output = list(self._items.items)
+        size = self._size + self._toolset.size + sum(len(item.get("output") or "") for item in output)
 
         def prepare() -> Round:
             chat = self._agent.chat(self._service, output, **changes)
-            return Round(self._service, self._record, chat, self._size, begun)
+            return Round(self._service, self._record, chat, size, begun)
 
-        generation = await self._service.parser.parse(self._record.sender, self._size, prepare)
+        generation = await self._service.parser.parse(self._record.sender, size, prepare)
         last: RequestOutput | None = None
         async with aclosing(await generation.outputs()) as outputs:
             async for _, last in outputs:

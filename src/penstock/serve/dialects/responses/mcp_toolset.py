@@ -66,6 +66,8 @@ class McpToolset:
         self._connections: dict[str, asyncio.Task[McpConnection]] = {}
         self._tools: dict[str, dict[str, McpTool]] = {}
         """Tools that the model may call, by name, by server label."""
+        self.size = 0
+        """Size of the tool definitions in bytes of JSON."""
         self._max_calls = MAX_CALLS if max_calls is None else min(max_calls, MAX_CALLS)
         self._num_calls = 0
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
@@ -118,6 +120,7 @@ class McpToolset:
         if unusable := allowed.keys() - usable.keys():
             logger.warning("tools of the MCP server %s have names that models cannot call: %s", label, unusable)
         self._tools[label] = usable
+        self.size += len(msgspec.json.encode(usable))
         return list(usable.values())
 
     async def call(self, label: str, name: str, arguments: str) -> CallResult:
