@@ -23,7 +23,7 @@ from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.served_models import ServedModel
 
 from .approvals import ApprovedCall, resolve_approvals
-from .convert import namespaces, to_chat_request
+from .convert import to_chat_request
 from .document import Document, ResponseDocument
 from .events import Events, usage_of
 from .handler import response_name, status_of
@@ -143,10 +143,12 @@ class AgentHandler:
         self._agent.chat(service, [], tool_choice=None)  # report errors before any tool is called
         name = response_name(record, save is not None)
         self._document = ResponseDocument(request, name, service.adapter_of(request.model) or service.name, stores)
-        self._items = McpItemStream(name, events.event, namespaces(request.tools), self._toolset)
+        self._items = McpItemStream(name, events.event, request.tools or [], self._toolset)
         self._usage: Document | None = None
         self._status = "in_progress"
         self._reason = "max_output_tokens"
+        self._is_finished = False
+        """True if the last round needs no further round."""
 
     async def full(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer as one JSON document."""
@@ -190,36 +192,56 @@ class AgentHandler:
 
     async def _run(self) -> AsyncGenerator[bytes, None]:
         """Run the loop. Yields the events of the output items."""
-        items, rounds = self._items, 0
         try:
-            for label in self._agent.unlisted():
-                yield items.list_tools(label, await self._toolset.load(label))
-            for call in self._agent.approved:
-                yield items.approved_call(call)
-            async for events in self._call_tools():
-                yield events
-            while True:
-                first = len(items.items)
-                async for events in self._generate(is_first=rounds == 0):
+            async with aclosing(self._prepare()) as parts:
+                async for events in parts:
                     yield events
-                rounds += 1
-                if self._status == "incomplete":
-                    yield items.cancel_calls()
+            for number in range(1, self._max_rounds + 1):
+                async with aclosing(self._round(number)) as parts:
+                    async for events in parts:
+                        yield events
+                if self._is_finished:
                     return
-                called = bool(items.pending)
-                async for events in self._call_tools():
-                    yield events
-                kinds = {item["type"] for item in items.items[first:]}
-                if not called or not kinds.isdisjoint(("function_call", "mcp_approval_request")):
-                    return
-                if rounds == self._max_rounds:
-                    self._status, self._reason = "incomplete", TOO_MANY_ROUNDS
-                    return
-                if self._tokens_left() == 0:
-                    self._status = "incomplete"
-                    return
+            self._status, self._reason = "incomplete", TOO_MANY_ROUNDS
         finally:
             self._toolset.close()
+
+    async def _prepare(self) -> AsyncGenerator[bytes, None]:
+        """List the tools, and call those that the client has approved. Yields the events of the items."""
+        for label in self._agent.unlisted():
+            self._record.calls_tools = True
+            try:
+                tools = await self._toolset.load(label)
+            finally:
+                self._record.calls_tools = False
+            yield self._items.list_tools(label, tools)
+        for call in self._agent.approved:
+            yield self._items.approved_call(call)
+        async with aclosing(self._call_tools()) as results:
+            async for events in results:
+                yield events
+
+    async def _round(self, number: int) -> AsyncGenerator[bytes, None]:
+        """Run the model, and call the tools that it has called. Yields the events of the items.
+
+        Args:
+            number: number of the round, from 1.
+        """
+        items, first = self._items, len(self._items.items)
+        async with aclosing(self._generate(number == 1)) as output:
+            async for events in output:
+                yield events
+        if self._status == "incomplete":
+            self._is_finished = True
+            yield items.cancel_calls()
+            return
+        kinds = {item["type"] for item in items.items[first:]}
+        self._is_finished = not items.pending or not kinds.isdisjoint(("function_call", "mcp_approval_request"))
+        async with aclosing(self._call_tools()) as results:
+            async for events in results:
+                yield events
+        if not self._is_finished and self._tokens_left() == 0:
+            self._is_finished, self._status = True, "incomplete"
 
     async def _generate(self, is_first: bool) -> AsyncGenerator[bytes, None]:
         """Run the model. Yields the events of its output."""

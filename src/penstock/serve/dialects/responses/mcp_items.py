@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,27 +12,34 @@ from penstock.frontend.mcp import McpTool
 from penstock.serve.chat.generation import CallDelta
 
 from .approvals import ApprovedCall
+from .convert import namespaces
 from .events import Item as Document
 from .events import OutputItemStream
 from .mcp_toolset import CallResult, McpToolset
-from .schema import Item
+from .schema import Item, Tool
 
 
 class McpItemStream(OutputItemStream):
     """Builder of the output items of a response with MCP tools, and of their events.
 
     Calls of MCP tools become items ``mcp_call``, which ``finish_call`` ends, or ``mcp_approval_request``.
+
+    Args:
+        name: as ``OutputItemStream``; ``event``, too.
+        tools: tools of the request.
+        toolset: MCP servers of the request.
     """
 
     def __init__(
         self,
         name: str,
         event: Callable[..., bytes],
-        namespaces: Mapping[str, tuple[str, str]],
+        tools: list[Tool],
         toolset: McpToolset,
     ) -> None:
-        super().__init__(name, event, namespaces)
+        super().__init__(name, event, namespaces(tools))
         self._toolset = toolset
+        self._functions = {tool.name for tool in tools if tool.type == "function"}.union(self._namespaces)
         self.pending: list[int] = []
         """Indexes of the items ``mcp_call`` whose tools have not been called yet."""
 
@@ -81,7 +88,7 @@ class McpItemStream(OutputItemStream):
         return self._item_event("response.mcp_call_arguments.done", arguments=item["arguments"])
 
     def _call(self, part: CallDelta) -> bytes:
-        if part.id and (found := self._toolset.find(part.name)):
+        if part.id and part.name not in self._functions and (found := self._toolset.find(part.name)):
             ended = self.end()
             if not found.needs_approval:
                 return ended + self._begin_call(found.label, found.name) + self._add_arguments(part.arguments)

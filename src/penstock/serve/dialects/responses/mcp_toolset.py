@@ -87,11 +87,14 @@ class McpToolset:
         Args:
             called: name in the prompt.
         """
+        found: FoundTool | None = None
         for label, tools in self._tools.items():
             name = called.removeprefix(qualified(label, ""))
+            if name in tools and name != called:
+                return FoundTool(label, name, self.servers[label].needs_approval(tools[name]))
             if name != called:
-                return FoundTool(label, name, name in tools and self.servers[label].needs_approval(tools[name]))
-        return None
+                found = FoundTool(label, name, needs_approval=False)
+        return found
 
     async def load(self, label: str) -> list[McpTool]:
         """List the tools of a server that the request allows.
