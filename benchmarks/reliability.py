@@ -1,7 +1,7 @@
 """Outcomes of requests when clients disconnect, processes are killed and queues are full (table in
 docs/reliability.md).
 
-python benchmarks/reliability.py        # about five minutes on two cores
+python benchmarks/reliability.py        # about three minutes on two cores
 
 Runs the scenarios of tests/support/storm.py with more requests. Every request is greedy; an answer is right if it
 equals the known answer byte for byte. The longest pause is that between two events of a stream with a right answer.

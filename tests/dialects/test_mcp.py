@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -326,6 +328,8 @@ def test_background_response_runs_the_loop(client: openai.OpenAI) -> None:
         assert time.monotonic() < deadline
         response = client.responses.retrieve(response.id)
     assert (response.status, response.output_text) == ("completed", "I add.The sum is 45.")
+    response = streamed(client, **request(0), background=True)
+    assert (response.status, response.output_text) == ("completed", "I add.The sum is 45.")
 
 
 @pytest.mark.slow
@@ -387,3 +391,23 @@ def test_other_pages_cannot_use_tools(served: Served) -> None:
     headers = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
     body = {"model": "scripted", "input": "Go!", "tools": [mcp()]}
     assert httpx.post(f"{served.url}/responses", json=body, headers=headers).status_code == 401
+
+
+@pytest.mark.slow
+def test_tools_are_not_called_again_after_the_end_of_a_process(
+    served: Served, client: openai.OpenAI, calls: Path
+) -> None:
+    """Another process does not continue a background response that may have called tools."""
+    response = client.responses.create(**request(15, mcp("local")), background=True)
+    wait_until(lambda: calls.read_text() == "wait\n")
+    os.kill(served.pids["api"][0], signal.SIGKILL)
+
+    def has_failed() -> bool:
+        nonlocal response
+        with suppress(openai.APIConnectionError, openai.InternalServerError):
+            response = client.responses.retrieve(response.id)
+        return response.status == "failed"
+
+    wait_until(has_failed)
+    assert "may have called tools of MCP servers, which are not called again" in response.error.message
+    assert calls.read_text().count("wait") == 1

@@ -110,6 +110,57 @@ def test_restarted_engine_continues_requests(folders: tuple[Path, Path], address
 
 
 @pytest.mark.slow
+def test_running_requests_finish_before_engine_restarts_with_other_weights(
+    folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
+) -> None:
+    """With an address for other hosts, the old process has to end first."""
+
+    async def check() -> None:
+        async with started(folders[0], engine_address="127.0.0.1:0", resume_timeout=5.0) as llm:
+            streams = [Stream(llm, 300) for _ in range(4)]
+            await streams[0].started_generating()
+            assert await llm.update_weights(folders[1], running="restart") == oracles[1].version
+            assert [await stream.tokens() for stream in streams] == 4 * [oracles[0](PROMPT, 300)]
+
+    run(check())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["", "127.0.0.1:0"])
+def test_restart_may_be_cancelled_or_followed_by_close(folders: tuple[Path, Path], address: str, oracles: Any) -> None:
+    async def check() -> None:
+        async with started(folders[0], engine_address=address) as llm:
+            restarting = asyncio.ensure_future(llm.restart())
+            await asyncio.wait([restarting], timeout=0.4)
+            restarting.cancel()
+            assert await Stream(llm, 20).tokens() == oracles[0](PROMPT, 20)
+            while True:  # the cancelled restart may still be starting its process
+                with suppress(PenstockError):
+                    await llm.restart()
+                    break
+            assert await Stream(llm, 20).tokens() == oracles[0](PROMPT, 20)
+            restarting = asyncio.ensure_future(llm.restart())
+            await asyncio.wait([restarting], timeout=0.4)
+        with pytest.raises(PenstockError):
+            await restarting
+
+    run(check())
+
+
+@pytest.mark.slow
+def test_replicas_keep_weights_if_others_cannot_be_loaded_by_restart(folders: tuple[Path, Path], oracles: Any) -> None:
+    async def check() -> None:
+        async with started(folders[0], engine_address="127.0.0.1:0", data_parallel_size=2) as llm:
+            with pytest.raises(PenstockError, match="not a folder"):
+                await llm.update_weights(folders[0] / "missing", running="restart")
+            streams = [Stream(llm, 50) for _ in range(4)]
+            assert [await stream.tokens() for stream in streams] == 4 * [oracles[0](PROMPT, 50)]
+            assert len(llm.gateway.engine_pool.reports) == 2
+
+    run(check())
+
+
+@pytest.mark.slow
 def test_requests_during_update_pause_and_sleep_get_expected_tokens(
     folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
 ) -> None:

@@ -46,7 +46,7 @@ class ScriptedEngines(EnginePool):
 
     def __init__(self, gateway: Gateway) -> None:
         ignore = lambda *arguments: None  # noqa: E731
-        super().__init__((), ignore, ignore, lambda name: (), ignore, dict, ignore, 0)
+        super().__init__((), ignore, ignore, lambda name: (), ignore, ignore, dict, ignore, 0)
         self._gateway = gateway
         self._tasks: set[asyncio.Task[None]] = set()
         self.requests: list[EngineRequest] = []

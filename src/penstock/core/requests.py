@@ -89,6 +89,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     resumed: tuple[GeneratedSequence, ...] = ()
     """Output so far of each sequence of a request that another engine began, by index; empty for a new request. The
     engine computes prompt and output again, as after a preemption, and returns only the tokens that follow."""
+    accepted: bool = False
+    """True if another engine had accepted the request: it is not refused because of a full queue."""
     uid: int = 0
     """Random number that identifies the request in all engines that compute it; 0: none."""
     deaths: int = 0

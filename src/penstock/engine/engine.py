@@ -155,6 +155,8 @@ class Engine:
         blocks = count_blocks(options, self._memory, self.max_model_len)
         if self._config.encoder:
             blocks = min(blocks, scratch_blocks(options, self._max_concurrent_batches))
+        self.num_allocated_blocks = blocks
+        """Number of KV blocks on the device, with those of draft token trees."""
         host_blocks = count_host_blocks(options, self._memory)
         speculative = SpeculativeConfig.read(options.speculative_config)
         self._transfer_buffer = None
@@ -266,8 +268,10 @@ class Engine:
             cache.prompt_blocks,
         )
         num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
-        self.host_bytes = weights + cache.bytes * num_ranks if on_cpu else 0
-        """Bytes of host memory for weights and KV cache on all ranks; 0 on a GPU."""
+        swapped = count_host_blocks(options, self._memory) * self._memory.host_block_bytes
+        tiers = options.host_tier_bytes + swapped * num_ranks
+        self.host_bytes = weights + cache.bytes * num_ranks + tiers if on_cpu else 0
+        """Bytes of host memory for weights and all tiers of the KV cache on all ranks; 0 on a GPU."""
 
     def validate(self, request: EngineRequest) -> None:
         """Raise the ``PenstockError`` of ``add`` for a request that can never run. Compiles the request's grammar, and

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +15,14 @@ from penstock.core import Code, Failure, LoRARequest, PoolingParams, SamplingPar
 from penstock.core.errors import invalid
 from penstock.engine.modes import PauseMode, ReloadMode
 from penstock.engine.service.actions import EngineState, PauseGeneration, ResumeGeneration, Sleep, WakeUp
-from penstock.engine.service.control import ModelAction, ModelControl, RestartEngines, UpdateWeights
+from penstock.engine.service.control import (
+    READY_TIMEOUT,
+    ModelAction,
+    ModelControl,
+    RestartEngines,
+    UpdateWeights,
+    starts_engines,
+)
 from penstock.engine.service.launcher import EngineProcesses
 from penstock.engine.service.messages import Ready
 from penstock.engine.service.pool import ResumePolicy
@@ -173,6 +180,9 @@ class AsyncLLM:
 
     async def _execute(self, operation: ModelAction) -> EngineState:
         state = await self._control.execute(operation)
+        if starts_engines(operation):
+            with suppress(TimeoutError):  # an engine has died again
+                await self.gateway.engine_pool.connected(READY_TIMEOUT)
         await self.gateway.engine_pool.synchronize()
         return state
 

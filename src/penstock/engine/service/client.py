@@ -54,6 +54,7 @@ class EngineClient:
         on_ready: called with the engine's report when it connects and when its state changes.
         on_stopping: called when the engine begins to stop. It finishes its requests first.
         secret: the cluster secret, for TCP.
+        adapters: name → folder of the LoRA adapters that the engine must have; None: those of its options.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class EngineClient:
         on_ready: Callable[[messages.Ready], None] = lambda engine: None,
         on_stopping: Callable[[], None] = lambda: None,
         secret: bytes = b"",
+        adapters: dict[str, str] | None = None,
     ) -> None:
         self.address = address
         self._secret = secret
@@ -90,11 +92,11 @@ class EngineClient:
         self.suspects = frozenset[int]()
         """Requests in the fatal step of the engine lost last (``EngineRequest.uid``); empty if unknown."""
         self._stats = messages.Stats()
-        self.adapters: dict[str, str] = {}
+        self.adapters = adapters or {}
         """Name → folder of the LoRA adapters. An engine that connects without them is told to load them."""
         self._reloads: dict[int, str] = {}
         """Names of the adapters being loaded after ``set_adapters``, by call id."""
-        self._had_engine = False
+        self._had_engine = adapters is not None
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Snapshot | None]] = {}
         """Calls without a result yet, by id."""

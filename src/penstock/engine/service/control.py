@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from penstock.core import Code, PenstockError
+from penstock.core import Code, Failure, PenstockError
 
 from ..modes import ReloadMode, WeightUpdateMode
 from . import messages
@@ -33,7 +33,10 @@ from .launcher import EngineProcesses
 logger = logging.getLogger(__name__)
 
 READY_TIMEOUT = 10.0
-"""Maximum time to wait for engines that are being restarted, and for clients to use a new engine, seconds."""
+"""Maximum time to wait for engines that are being restarted, seconds."""
+ANNOUNCE_TIMEOUT = 10.0
+"""Maximum time to wait until all clients use a new engine, seconds."""
+REPLACED = Failure(Code.UNAVAILABLE, "the engine process was replaced by a new one; try again")
 
 
 class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
@@ -52,10 +55,16 @@ ModelAction: TypeAlias = UpdateWeights | RestartEngines | PauseGeneration | Resu
 """Actions that ``ModelControl`` executes on all engines of a model."""
 
 
+def starts_engines(action: ModelAction) -> bool:
+    """True if an action starts new engine processes."""
+    return isinstance(action, RestartEngines) or (isinstance(action, UpdateWeights) and action.running == "restart")
+
+
 class ModelControl:
     """Executes actions on all engines of a model. Create and use it in one event loop.
 
-    All engines load new weights before any engine uses them. If an engine cannot load them, all keep the old weights.
+    All engines load new weights before any engine uses them. If an engine cannot load them, all keep the old weights;
+    with ``restart``, the first engine decides.
     A restarted engine gets the same weights as the other engines, and is paused or sleeps if they do.
 
     Args:
@@ -66,7 +75,7 @@ class ModelControl:
         self._processes = processes
         self._announce = announce
         self._clients: list[EngineClient] = []
-        self._updating = False
+        self._updating = self._is_replacing = False
         self._pause_action: PauseGeneration | Sleep | None = None
         """Current pause or sleep, repeated for restarted engines."""
         self._pids: dict[int, int] = {}
@@ -76,18 +85,23 @@ class ModelControl:
     async def execute(self, action: ModelAction) -> EngineState:
         """Execute an action, and return the state of the first engine afterwards. Raises ``PenstockError`` if the
         action fails."""
+        if self._is_replacing:
+            raise PenstockError(Code.UNAVAILABLE, "the engines are being replaced; try again soon")
         if not self._clients:
             self._clients = [self._client(*entry) for entry in enumerate(self._processes.addresses)]
         try:
             async with asyncio.timeout(READY_TIMEOUT):
                 await asyncio.gather(*(client.ready() for client in self._clients))
         except TimeoutError as error:
-            raise PenstockError(Code.UNAVAILABLE, "an engine is being restarted; try again soon") from error
+            if not isinstance(action, RestartEngines):  # which replaces engines that have died too often
+                raise PenstockError(Code.UNAVAILABLE, "an engine is being restarted; try again soon") from error
+        options = self._processes.options
         try:
             if isinstance(action, RestartEngines):
-                await self._replace_engines(self._processes.weights)
+                await self._replace_engines(self._processes.weights, options.resume)
             elif isinstance(action, UpdateWeights) and action.running == "restart":
-                await self._replace_engines(action.path or self._processes.weights)
+                weights = action.path or self._processes.weights
+                await self._replace_engines(weights, options.resume and options.resume_across_fingerprints)
             elif isinstance(action, UpdateWeights):
                 await self._update_weights(action)
             else:
@@ -135,43 +149,55 @@ class ModelControl:
         finally:
             self._updating = False
 
-    async def _replace_engines(self, weights: str) -> None:
+    async def _replace_engines(self, weights: str, continues: bool) -> None:
         """Replace the engine processes, one after the other.
 
         Args:
             weights: folder of the weights that the new processes load; empty: the option ``model``.
+            continues: True if requests may continue in the new processes.
+
+        Raises ``PenstockError`` if a new process cannot start. If the weights change, that of the first replica
+        decides: the others are then restarted with the same weights until they load them.
         """
+        if self._pause_action:
+            message = "the engine is paused or sleeps: resume it, or wake it up, before you restart it"
+            raise PenstockError(Code.UNSUPPORTED, message)
         with self._update():
-            if self._pause_action:
-                message = "the engine is paused or sleeps: resume it, or wake it up, before you restart it"
-                raise PenstockError(Code.UNSUPPORTED, message)
-            for replica in range(len(self._clients)):
-                started = time.monotonic()
-                old = self._pids.get(replica)
-                try:
-                    await self._processes.replace(replica, weights, partial(self._use_new_engine, replica))
-                except PenstockError as error:
-                    if not replica:
-                        raise
-                    logger.error("engine %d could not be replaced: %s; restarting it", replica, error)
-                    self._processes.weights = weights  # those of the engines that were replaced before
-                    self._processes.restart(replica)
+            self._is_replacing = True
+            try:
+                for replica in range(len(self._clients)):
+                    await self._replace_engine(replica, weights, continues)
+            finally:
+                self._is_replacing = False
+
+    async def _replace_engine(self, replica: int, weights: str, continues: bool) -> None:
+        started, old = time.monotonic(), self._pids.get(replica)
+        changes = weights != self._processes.weights_of(replica)
+        try:
+            await self._processes.replace(replica, weights, continues, partial(self._use_new_engine, replica))
+        except PenstockError as error:
+            if not replica or not changes:
+                raise
+            logger.error("engine %d could not be replaced: %s; restarting it", replica, error)
+            await self._processes.restart(replica, weights)
+        with contextlib.suppress(TimeoutError):  # if it dies again, the launcher restarts it
+            async with asyncio.timeout(READY_TIMEOUT):
                 await self._clients[replica].ready()
-                fields = {"seconds": time.monotonic() - started}
-                pid = self._processes.pid(replica)
-                logger.info("engine process %s was replaced by %d", old, pid, extra={"fields": fields})
+        fields = {"seconds": time.monotonic() - started}
+        logger.info("engine process %s was replaced by %d", old, self._processes.pid(replica), extra={"fields": fields})
 
     async def _use_new_engine(self, replica: int) -> None:
         """Make all clients use the engine process that has replaced another one."""
         old = self._clients[replica]
         new = self._clients[replica] = self._client(replica, self._processes.addresses[replica])
-        old.stop_serving(STOPPING)
-        await old.close()
         try:
-            async with asyncio.timeout(READY_TIMEOUT):
+            async with asyncio.timeout(ANNOUNCE_TIMEOUT):
                 await asyncio.gather(self._announce(), new.ready())
-        except TimeoutError:
-            logger.warning("an API process does not use the new engine process yet")
+        except (TimeoutError, PenstockError) as error:
+            reason = str(error) or f"no answer within {ANNOUNCE_TIMEOUT:g} seconds"
+            logger.warning("not every client uses the new engine process yet: %s", reason)
+        old.stop_serving(REPLACED)
+        await old.close()
 
     async def _update_weights(self, update: UpdateWeights) -> None:
         assert update.running != "restart"
@@ -202,7 +228,7 @@ class ModelControl:
             if client in failed:
                 logger.error("engine %d could not use the weights of %s: %s", replica, path, failed[client])
                 if client.engine:
-                    self._processes.restart(replica)
+                    self._processes.kill_replica(replica)
 
     def _on_ready(self, replica: int, engine: messages.Ready) -> None:
         """Called when an engine has connected, and when its state has changed."""
@@ -212,7 +238,7 @@ class ModelControl:
         if not self._updating and len(self._clients) > 1 and engine.state.weights_path != self._processes.weights:
             message = "engine %d has the weights %r, the other replicas have %r: restarting it"
             logger.error(message, replica, engine.state.weights_path, self._processes.weights)
-            self._processes.restart(replica)
+            self._processes.kill_replica(replica)
         elif self._pause_action:
             self._spawn(self._repeat_pause(self._clients[replica], self._pause_action))
 

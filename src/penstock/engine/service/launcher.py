@@ -30,6 +30,14 @@ logger = logging.getLogger(__name__)
 
 MAX_DEATHS, DEATH_WINDOW = 3, 60.0
 """A process that dies ``MAX_DEATHS`` times within ``DEATH_WINDOW`` seconds is not restarted."""
+MEMORY_MARGIN = 0.1
+"""Share of an engine's memory that must be free in addition for a second engine."""
+OTHER_VERSION = "the installed version of Penstock needs a restart of the whole server"
+VERSIONS = (
+    "import json, importlib.metadata as m; from penstock.engine.service.messages import PROTOCOL; "
+    "from penstock.version import __version__ as v; print(json.dumps([PROTOCOL, v, m.version('torch')]))"
+)
+"""Program that prints protocol, version of Penstock and version of PyTorch that a new engine process would have."""
 EXIT_TIMEOUT = 10.0
 """Seconds after ``drain_timeout`` until an engine that has not exited is killed."""
 
@@ -63,7 +71,7 @@ class EngineProcess:
         self._logs = logs or LogOptions()
         self._replica = replica
         self._name = f"engine {replica}" if options.data_parallel_size > 1 else "the engine"
-        self.weights = self._previous_weights = ""
+        self.weights = ""
         """Folder of the weights that the next process loads; empty: the option ``model``."""
         self._drain_timeout = options.drain_timeout
         self._folder = TemporaryFolder()
@@ -78,6 +86,10 @@ class EngineProcess:
         """Duration of the last start."""
         self._restarting: asyncio.Future[PenstockError | None] | None = None
         """Set while the process is restarted on purpose; done with the error or None once the next one was started."""
+        self._fallback = ""
+        """Weights of the next process if a process that is restarted on purpose cannot load ``weights``."""
+        self.is_lost = False
+        """True if the process has died too often, and is not restarted."""
         self._restart_limit = RestartLimit()
         self.ready: messages.Ready | None = None
         """Report of the running engine; None while it starts."""
@@ -97,6 +109,12 @@ class EngineProcess:
     async def watch(self) -> None:
         """Restart the process whenever it dies or hangs. Returns after ``close``, when the process has died too often,
         or when it ends while ``restarts`` is False."""
+        try:
+            await self._watch()
+        finally:
+            self._end_restart(PenstockError(Code.UNAVAILABLE, f"{self._name} is stopping or has died too often"))
+
+    async def _watch(self) -> None:
         while self._process is not None:
             hang_watch = asyncio.create_task(self._kill_if_hung(self._process))
             status = await self._process.wait()
@@ -104,13 +122,13 @@ class EngineProcess:
             self.ready = None
             if self.closing or not (self.restarts or status):
                 return
-            if (restarting := self._restarting) and not restarting.done():
+            if self._restarting:
                 self._suspects = []
                 try:
-                    restarting.set_result(await self._relaunch(self._previous_weights))
+                    self._end_restart(await self._relaunch(self._fallback))
                 except PenstockError as error:
                     logger.error("%s could not be restarted: %s", self._name, error)
-                    restarting.set_result(error)
+                    self._end_restart(error)
                 continue
             logger.error("%s (process %d) ended: %s", self._name, self._process.pid, exit_reason(status))
             if not self.restarts:
@@ -121,11 +139,17 @@ class EngineProcess:
             if self._restart_limit.is_exceeded:
                 message = "%s has died %d times within %d seconds and is not restarted"
                 logger.error(message, self._name, MAX_DEATHS, DEATH_WINDOW)
+                self.is_lost = True
                 return
             try:
-                await self._relaunch()
+                await self._relaunch("" if self.options.data_parallel_size == 1 else None)
             except PenstockError as error:
                 logger.error("%s could not be restarted: %s", self._name, error)
+
+    def _end_restart(self, error: PenstockError | None) -> None:
+        if self._restarting:
+            self._restarting.set_result(error)
+            self._restarting = None
 
     @property
     def pid(self) -> int:
@@ -133,46 +157,45 @@ class EngineProcess:
         return self._process.pid
 
     @property
-    def can_run_twice(self) -> bool:
-        """True if a second process can run next to this one: there is memory for its weights and KV cache, and both
-        share no GPU and no port."""
+    def fits_successor(self) -> bool:
+        """True if the next process can start next to this one: it needs no port or GPU of this one, and there is memory
+        for a second copy of weights and KV cache."""
         options = self.options
         shares = options.engine_address or options.role != "mixed" or options.nnodes > 1
         if self.ready is None or shares or options.distributed_executor_backend == "ray":
             return False
-        return 0 < self.ready.host_bytes < free_host_bytes()
+        return 0 < (1 + MEMORY_MARGIN) * self.ready.host_bytes < free_host_bytes()
 
     def successor(self, weights: str) -> EngineProcess:
-        """An engine with the same options and KV cache that is not started yet, with an address of its own."""
-        assert self.ready is not None
-        options = msgspec.structs.replace(self.options, num_gpu_blocks_override=self.ready.num_blocks)
+        """An engine with the same options and KV cache that is not started yet, with a separate address."""
+        options = self.options
+        if self.ready:
+            options = msgspec.structs.replace(options, num_gpu_blocks_override=self.ready.num_allocated_blocks)
         engine = EngineProcess(options, self._logs, self._replica)
         engine.weights = weights
         return engine
 
-    async def restart(self, weights: str) -> None:
+    async def restart(self, weights: str, drain: bool) -> None:
         """Stop the process, and wait until ``watch`` has started the next one at the same address. Its requests
-        continue there if a start takes at most half of ``resume_timeout``; otherwise they get ``drain_timeout`` to end.
+        continue there.
 
         Args:
             weights: folder of the weights to load.
+            drain: its requests get ``drain_timeout`` to end before, as they cannot continue in the next process. They
+                also get it if a start takes more than half of ``resume_timeout``.
 
-        Raises ``PenstockError`` if the next process cannot load them, and has the current weights again, or does not
-        start; ``watch`` then tries again.
+        Raises ``PenstockError`` if the next process cannot load the weights, and has the current ones again, or does
+        not start; ``watch`` then tries again.
         """
-        assert self._process is not None
-        assert self._restarting is None
-        options = self.options
-        drains = not options.resume or self._start_seconds > options.resume_timeout / 2
+        if self._process is None or self.is_lost or self._restarting:
+            raise PenstockError(Code.UNAVAILABLE, f"{self._name} is not running, or is being restarted; try again soon")
+        drain = drain or self._start_seconds > self.options.resume_timeout / 2
         self._restarting = asyncio.get_running_loop().create_future()
-        self._previous_weights, self.weights = self.weights, weights
-        try:
-            timeout = self._drain_timeout * drains + EXIT_TIMEOUT
-            await terminate(self._process, timeout, signal.SIGTERM if drains else signal.SIGUSR1)
-            error = await self._restarting
-        finally:
-            self._restarting = None
-        if error:
+        self._fallback, self.weights = self.weights, weights
+        restarting = self._restarting
+        timeout = self._drain_timeout * drain + EXIT_TIMEOUT
+        await terminate(self._process, timeout, signal.SIGTERM if drain else signal.SIGUSR1)
+        if error := await asyncio.shield(restarting):
             raise error
 
     async def close(self) -> int:
@@ -182,8 +205,6 @@ class EngineProcess:
         if self._process is not None:
             number = signal.SIGTERM if self.ready else signal.SIGKILL
             status = await terminate(self._process, self._drain_timeout + EXIT_TIMEOUT, number)
-        if self._restarting and not self._restarting.done():
-            self._restarting.set_result(PenstockError(Code.UNAVAILABLE, "the server is stopping"))
         self._heartbeat.close()
         self._step_record.close()
         self._folder.close()
@@ -214,16 +235,22 @@ class EngineProcess:
                 process.kill()
                 return
 
-    async def _relaunch(self, fallback: str = "") -> PenstockError | None:
-        """Start the next process. If it cannot read its weights, start it with those of ``fallback`` (empty: the option
-        ``model``) and return the error, unless there are other replicas, whose weights must be equal. Raises
-        ``PenstockError``."""
+    async def _relaunch(self, fallback: str | None) -> PenstockError | None:
+        """Start the next process.
+
+        Args:
+            fallback: folder of weights to load if the process cannot read ``weights``; empty: the option ``model``;
+                None: there is none, since the weights of all replicas must be equal.
+
+        Returns the error if the process was started with the weights of ``fallback``. Raises ``PenstockError`` if it
+        cannot start.
+        """
         try:
             await self._launch()
             return None
         except PenstockError as error:
             unavailable = error.failure.code is Code.UNAVAILABLE
-            if self.weights == fallback or self.options.data_parallel_size > 1 or unavailable:
+            if fallback is None or self.weights == fallback or unavailable or self.closing:
                 raise
             message = "%s cannot start with the weights of %s: %s; starting with the weights of %s"
             logger.error(message, self._name, self.weights, error, fallback or "the option model")
@@ -246,7 +273,12 @@ class EngineProcess:
             status = await process.wait()
             reason = f"{exit_reason(status)}; the log has the cause"
             raise PenstockError(Code.UNAVAILABLE, f"the engine ended before it was ready: {reason}")
-        report: messages.StartReport = messages.decode_start_report(line)
+        try:
+            report: messages.StartReport = messages.decode_start_report(line)
+        except msgspec.MsgspecError as error:  # another version of Penstock was installed meanwhile
+            process.kill()
+            await process.wait()
+            raise PenstockError(Code.UNSUPPORTED, f"{OTHER_VERSION} ({error})") from error
         if isinstance(report, messages.StartFailed):
             await process.wait()
             raise PenstockError.of(report.failure)
@@ -264,10 +296,14 @@ class EngineProcesses:
     """
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None) -> None:
+        self.options = options
         self._engines = [EngineProcess(options, logs, replica) for replica in range(options.data_parallel_size)]
-        self._replaced: list[EngineProcess] = []
-        """Engines that finish their requests after they were replaced."""
+        self._others: list[EngineProcess] = []
+        """Engines that start as successors, or finish their requests after they were replaced."""
+        self._watches: dict[EngineProcess, asyncio.Task[None]] = {}
         self._replacing = asyncio.Lock()
+        self.closing = False
+        """True after ``close`` was called."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -284,15 +320,14 @@ class EngineProcesses:
         for engine in self._engines:
             engine.weights = folder
 
+    def weights_of(self, replica: int) -> str:
+        """Folder of the weights that the next process of a replica loads."""
+        return self._engines[replica].weights
+
     @property
     def reports(self) -> list[messages.Ready]:
         """Reports of the running engines, in order of the replica."""
         return [engine.ready for engine in self._engines if engine.ready]
-
-    @property
-    def closing(self) -> bool:
-        """True after ``close`` was called."""
-        return self._engines[0].closing
 
     async def start(self) -> messages.Ready:
         """Start the processes and wait until they have loaded the model. Returns the report of the first process.
@@ -302,7 +337,8 @@ class EngineProcesses:
             ready = await first.start()
             if others:
                 for engine in self._engines:
-                    engine.options = msgspec.structs.replace(engine.options, num_gpu_blocks_override=ready.num_blocks)
+                    blocks = ready.num_allocated_blocks
+                    engine.options = msgspec.structs.replace(engine.options, num_gpu_blocks_override=blocks)
                 await asyncio.gather(*(engine.start() for engine in others))
         except BaseException:
             await self.close()
@@ -311,22 +347,28 @@ class EngineProcesses:
 
     async def watch(self) -> None:
         """Restart processes that die or hang. Returns after ``close``, or when all processes have died too often."""
-        await asyncio.gather(*map(self._watch, range(len(self._engines))))
-
-    async def _watch(self, replica: int) -> None:
         while True:
-            engine = self._engines[replica]
-            await engine.watch()
-            async with self._replacing:
-                if engine is self._engines[replica]:
+            for engine in self._engines:
+                self._watch(engine)
+            watches = [self._watches[engine] for engine in self._engines]
+            await asyncio.gather(*watches)
+            async with self._replacing:  # a successor may be starting
+                if all(self._watches.get(engine) in watches for engine in self._engines):
                     return
 
-    async def replace(self, replica: int, weights: str, on_started: Callable[[], Awaitable[None]]) -> None:
+    def _watch(self, engine: EngineProcess) -> None:
+        if engine not in self._watches:
+            self._watches[engine] = asyncio.create_task(engine.watch())
+
+    async def replace(
+        self, replica: int, weights: str, continues: bool, on_started: Callable[[], Awaitable[None]]
+    ) -> None:
         """Replace an engine process by a new one: next to it, with another address, if memory allows, otherwise after
         it, at the same address.
 
         Args:
             weights: folder of the weights that the new process loads; empty: the option ``model``.
+            continues: True if requests may continue in the new process, if it computes the same bits.
             on_started: called with the new process's address in ``addresses``; returns when all clients use it. The old
                 process then finishes the requests that it still has within ``drain_timeout``.
 
@@ -334,43 +376,59 @@ class EngineProcesses:
         """
         async with self._replacing:
             old = self._engines[replica]
-            if not old.can_run_twice:
-                await old.restart(weights)
-                return
-            new = old.successor(weights)
-            ready = await new.start()
-            if ready.protocol != messages.PROTOCOL:
-                await new.close()
-                message = f"Penstock {ready.version} is installed now, which needs a restart of the whole server"
-                raise PenstockError(Code.UNSUPPORTED, message)
-            self._engines[replica] = new
-            self._replaced.append(old)
-            try:
-                await on_started()
-            finally:
-                await old.close()
-                self._replaced.remove(old)
+            same_version = await _check_versions(old.ready)
+            if old.fits_successor or old.is_lost:
+                await self._start_successor(replica, weights, on_started)
+            else:
+                invariant = old.ready is not None and old.ready.batch_invariant
+                await old.restart(weights, drain=not (continues and same_version and invariant))
+
+    async def _start_successor(self, replica: int, weights: str, on_started: Callable[[], Awaitable[None]]) -> None:
+        old = self._engines[replica]
+        new = old.successor(weights)
+        self._others.append(new)
+        try:
+            await new.start()
+        finally:
+            self._others.remove(new)
+        if self.closing:
+            await new.close()
+            raise PenstockError(Code.UNAVAILABLE, "the server is stopping")
+        self._engines[replica] = new
+        self._others.append(old)
+        self._watch(new)
+        try:
+            await on_started()
+        finally:
+            await old.close()
+            self._others.remove(old)
+            self._watches.pop(old, None)
+
+    async def restart(self, replica: int, weights: str) -> None:
+        """Restart a process after it has finished its requests. Raises ``PenstockError`` if it does not start."""
+        await self._engines[replica].restart(weights, drain=True)
 
     async def close(self) -> int:
         """Stop the engines (see ``EngineProcess.close``). Returns the first exit status that is not 0, or 0."""
-        statuses = await asyncio.gather(*(engine.close() for engine in [*self._engines, *self._replaced]))
+        self.closing = True
+        statuses = await asyncio.gather(*(engine.close() for engine in [*self._engines, *self._others]))
         return next((status for status in statuses if status), 0)
 
     def stop_restarting(self) -> None:
         """Do not restart processes: on shutdown, a service manager may send SIGTERM to all processes of the group."""
-        for engine in self._engines:
+        for engine in [*self._engines, *self._others]:
             engine.restarts = False
 
     def kill(self) -> None:
         """Kill all engine processes of the model."""
-        for engine in [*self._engines, *self._replaced]:
+        for engine in [*self._engines, *self._others]:
             engine.kill()
 
     def pid(self, replica: int) -> int:
         """Process id of a replica."""
         return self._engines[replica].pid
 
-    def restart(self, replica: int) -> None:
+    def kill_replica(self, replica: int) -> None:
         """Kill a process. ``watch`` then restarts it."""
         self._engines[replica].kill()
 
@@ -381,6 +439,22 @@ def _with_replica_port(options: EngineOptions, replica: int) -> EngineOptions:
         return options
     host, port = split_address(options.engine_address, "engine_address")
     return msgspec.structs.replace(options, engine_address=join_address(host, port + replica if port else 0))
+
+
+async def _check_versions(running: messages.Ready | None) -> bool:
+    """True if a new engine process would have the versions of Penstock and PyTorch of the running one. Raises
+    ``PenstockError`` (``unsupported``) if this process could not communicate with it."""
+    command = [sys.executable, "-P", "-c", VERSIONS]
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+    output, _ = await process.communicate()
+    if process.returncode:
+        raise PenstockError(
+            Code.UNSUPPORTED, "the installed version of Penstock cannot be imported; the log has the cause"
+        )
+    protocol, version, torch = msgspec.json.decode(output)
+    if protocol != messages.PROTOCOL:
+        raise PenstockError(Code.UNSUPPORTED, f"{OTHER_VERSION}: Penstock {version}")
+    return running is not None and running.version == version and f"torch{torch}" in running.fingerprint
 
 
 async def terminate(process: Process, timeout: float, number: signal.Signals = signal.SIGTERM) -> int:

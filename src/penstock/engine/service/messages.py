@@ -129,7 +129,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     max_waiting: int = 0
     """The option ``max_waiting``."""
     host_bytes: int = 0
-    """Bytes of host memory for weights and KV cache on all ranks; 0 on a GPU."""
+    """Bytes of host memory for weights and all tiers of the KV cache on all ranks; 0 on a GPU."""
+    num_allocated_blocks: int = 0
+    """``num_blocks`` with the blocks of draft token trees: the value of ``num_gpu_blocks_override`` for an equal
+    engine."""
     state: EngineState = EngineState()
     """Weights, pause and sleep state of the engine."""
     tokenizer_version: str = ""

@@ -70,6 +70,8 @@ class EnginePool:
         get_output: returns the output so far of each sequence of a request, by index.
         on_moved: called with the ids of requests that have lost their engine and continue, and the reason:
             ``engine_died``, ``engine_lost`` or ``engine_stopping``.
+        on_changed: called with the id of a request before the first output of another engine whose results may differ,
+            and the kernels and weights of that engine.
         resume: how requests continue.
         get_vocabulary: see ``EngineClient``.
         on_cancel: see ``EngineClient``.
@@ -85,6 +87,7 @@ class EnginePool:
         on_lost: Callable[[Failure, Collection[str]], None],
         get_output: Callable[[str], Sequence[GeneratedSequence]],
         on_moved: Callable[[Collection[str], str], None],
+        on_changed: Callable[[str, str], None],
         get_vocabulary: Callable[[], Vocabulary],
         on_cancel: Callable[[list[str]], None],
         request_cost: int,
@@ -96,6 +99,7 @@ class EnginePool:
         self._on_lost = on_lost
         self._get_output = get_output
         self._on_moved = on_moved
+        self._on_changed = on_changed
         self._resume = resume
         self._last_engine: messages.Ready | None = None
         """Last report returned by ``require_engine``."""
@@ -116,24 +120,26 @@ class EnginePool:
         for address in addresses:
             self._add(address)
 
-    def set_engines(self, addresses: Collection[str]) -> bool:
+    def set_engines(self, addresses: Sequence[str]) -> bool:
         """Replace the engines started by this server. Returns True if there are new ones. Once they are connected,
-        those not in ``addresses`` are removed: their requests continue on the new ones, and those that cannot finish
-        where they are."""
+        those not in ``addresses`` are removed. Their requests continue on the new ones; requests that cannot continue
+        there finish on the old ones."""
         added = [address for address in addresses if address not in {replica.address for replica in self._replicas}]
         if not added:
             return False
+        adapters = self.adapters
         for replica in self._replicas:
             replica.replaced = replica.instance is None and replica.address not in addresses
         for address in added:
-            self._add(address)
+            self._add(address, position=addresses.index(address), adapters=adapters)
         return True
 
-    async def connected(self) -> None:
-        """Wait until all engines started by this server are connected. Raises ``PenstockError`` (``unavailable``) after
-        ``stop_serving``."""
+    async def connected(self, timeout: float | None = None) -> None:
+        """Wait until all engines started by this server are connected, for at most ``timeout`` seconds. Raises
+        ``PenstockError`` (``unavailable``) after ``stop_serving``, and ``TimeoutError``."""
         clients = [replica.client for replica in self._replicas if replica.instance is None and not replica.replaced]
-        await asyncio.gather(*(client.ready() for client in clients))
+        async with asyncio.timeout(timeout):
+            await asyncio.gather(*(client.ready() for client in clients))
 
     def set_instances(self, instances: Iterable[Instance]) -> None:
         """Replace the instances. The requests of those not in ``instances`` continue on other ones, or finish where
@@ -150,7 +156,19 @@ class EnginePool:
         self._move_from_leaving()
         self._changed.set()
 
-    def _add(self, address: str, instance: Instance | None = None) -> None:
+    def _add(
+        self,
+        address: str,
+        instance: Instance | None = None,
+        position: int | None = None,
+        adapters: dict[str, str] | None = None,
+    ) -> None:
+        """Connect to an engine.
+
+        Args:
+            position: position in the list of replicas; None: the end.
+            adapters: the LoRA adapters that the engine must have; None: those of its options and of the other engines.
+        """
         taken = {replica.number for replica in self._replicas}
         number = next(number for number in itertools.count() if number not in taken)
         client = EngineClient(
@@ -164,11 +182,12 @@ class EnginePool:
             lambda engine: self._on_replica_ready(replica, engine),
             lambda: self._on_replica_stopping(replica),
             self._secret,
+            adapters,
         )
         replica = Replica(number, client, instance)
-        if adapters := self.adapters:
-            client.set_adapters(adapters)
-        self._replicas.append(replica)
+        if adapters is None and (known := self.adapters):
+            client.set_adapters(known)
+        self._replicas.insert(len(self._replicas) if position is None else position, replica)
 
     def _remove_idle(self) -> None:
         """Disconnect from engines that are leaving and have no open request."""
@@ -191,12 +210,12 @@ class EnginePool:
     def engine(self) -> messages.Ready | None:
         """Report of the first connected engine that generates output, with the lowest ``max_model_len`` of these
         engines; None if no such engine is connected."""
-        return _common([replica.engine for replica in self._replicas if replica.generates and replica.engine])
+        return _common([replica.engine for replica in self._generating if replica.engine])
 
     @property
     def fingerprints(self) -> list[str]:
         """Distinct fingerprints of the connected engines. Results may differ between fingerprints."""
-        return sorted({replica.engine.fingerprint for replica in self._replicas if replica.engine})
+        return sorted({one.engine.fingerprint for one in self._replicas if one.engine and not one.leaving})
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -208,7 +227,12 @@ class EnginePool:
     @property
     def states(self) -> list[EngineState]:
         """States of the connected engines that generate output."""
-        return [engine.state for replica in self._replicas if replica.generates and (engine := replica.client.engine)]
+        return [engine.state for replica in self._generating if (engine := replica.client.engine)]
+
+    @property
+    def _generating(self) -> list[Replica]:
+        """Replicas that generate output, without those that are leaving."""
+        return [replica for replica in self._replicas if replica.generates and not replica.leaving]
 
     async def ready(self) -> messages.Ready:
         """Wait until an engine is available, and return its report. Raises ``PenstockError`` (``unavailable``) after
@@ -254,10 +278,11 @@ class EnginePool:
     def stats(self) -> messages.Stats:
         """Last statistics of the engines, combined by ``Stats.total``, with the statistics of each engine in
         ``replicas``."""
-        each = [self._stats_of(replica) for replica in self._replicas]
-        if len(each) == 1 and self._replicas[0].instance is None:
+        replicas = [replica for replica in self._replicas if not replica.leaving]
+        each = [self._stats_of(replica) for replica in replicas]
+        if len(each) == 1 and replicas[0].instance is None:
             return each[0]
-        generating = [stats for replica, stats in zip(self._replicas, each, strict=True) if replica.generates]
+        generating = [stats for replica, stats in zip(replicas, each, strict=True) if replica.generates]
         if not generating:
             return messages.Stats()
         return msgspec.structs.replace(messages.Stats.total(generating), replicas=each)
@@ -438,12 +463,13 @@ class EnginePool:
                 entry.stop_waiting()  # nothing is left to compute
                 return
             request = msgspec.structs.replace(request, resumed=output)
-        if entry.deaths:
-            request = msgspec.structs.replace(request, deaths=entry.deaths)
+        if entry.deaths or entry.accepted:
+            request = msgspec.structs.replace(request, deaths=entry.deaths, accepted=entry.accepted)
         replica, uncached, prefills = self._balancer.choose(request, available)
         addresses = tuple([replica.kv_address for replica in prefills])
         replica.client.add(msgspec.structs.replace(request, prefill=addresses) if addresses else request)
         entry.assign(replica, uncached, prefills)
+        entry.changed = entry.engine is not None and not _same_bits(entry, replica)
         self._lost_at = math.inf
         if name and not entry.engine:
             entry.adapter_path = replica.client.adapters.get(name)
@@ -493,17 +519,13 @@ class EnginePool:
                 self._fail([entry.request.request_id], error.failure)
 
     def _can_continue(self, entry: OpenRequest, replica: Replica) -> bool:
-        """True if a replica computes the rest of a request's output with the same bits."""
+        """True if a replica may compute the rest of a request's output."""
         old, new, adapter = entry.engine, replica.engine, entry.request.adapter
         if old is None or new is None or (adapter and not replica.has_adapter(adapter)):
             return False
         if old.max_model_len != new.max_model_len:
             return False
-        if self._resume.across_fingerprints:
-            return True
-        same = (old.fingerprint, old.weights_version) == (new.fingerprint, new.weights_version)
-        same_adapter = not adapter or replica.client.adapters.get(adapter) == entry.adapter_path
-        return same and same_adapter and old.batch_invariant and new.batch_invariant
+        return self._resume.across_fingerprints or _same_bits(entry, replica)
 
     def _fail_waiting(self, failure: Failure) -> None:
         self._fail([name for name, entry in self._open.items() if entry.waiting], failure)
@@ -555,6 +577,10 @@ class EnginePool:
                     moved += [delta.request_id] * entry.started
                     continue
                 entry.engine = replica.client.engine
+                if entry.changed and entry.engine:
+                    entry.changed = False
+                    name = f"kernels {entry.engine.fingerprint}, weights {entry.engine.weights_version}"
+                    self._on_changed(delta.request_id, name)
                 if entry.unstarted_tokens:
                     entry.mark_started()
                 if entry.deaths:
@@ -578,10 +604,10 @@ class EnginePool:
         self._changed.set()
         if (known := self.engine) is not None:
             self._last_engine, self._lost_at = known, math.inf
-        own = [one for one in self._replicas if one.instance is None]
-        if any(one.replaced and not one.leaving for one in own) and all(one.engine or one.replaced for one in own):
-            for one in own:
-                one.leaving = one.replaced
+        local = [each for each in self._replicas if each.instance is None]
+        if all(each.engine or each.replaced for each in local):
+            for each in local:
+                each.leaving = each.replaced
         self._continue_waiting()
         self._move_from_leaving()
 
@@ -636,6 +662,7 @@ class EnginePool:
         for name, entry in self._open.items():
             if entry.replica is not replica or entry.aborted:
                 continue
+            entry.accepted = True
             with suppress(PenstockError):
                 self._assign(entry)
                 replica.client.notify(messages.Abort(name))
@@ -671,16 +698,29 @@ class EnginePool:
             return False
         if full:
             entry.full |= {full}
+        else:
+            entry.accepted = True
         try:
             self._assign(entry)
         except PenstockError as error:
             # A replica that is stopping rejects requests until it ends; they wait for the next one.
             stopping = rejection if rejection and rejection.code is Code.UNAVAILABLE else None
-            if not self._may_wait(stopping or error.failure):
+            is_replaced = full is not None and full.leaving and entry.engine is not None  # no next one, it is here
+            if is_replaced or not self._may_wait(stopping or error.failure):
                 return False
             entry.full = frozenset()
             self._wait(entry)
         return True
+
+
+def _same_bits(entry: OpenRequest, replica: Replica) -> bool:
+    """True if a replica computes the rest of a request's output with the same bits."""
+    old, new, adapter = entry.engine, replica.engine, entry.request.adapter
+    if old is None or new is None:
+        return False
+    same = (old.fingerprint, old.weights_version) == (new.fingerprint, new.weights_version)
+    same_adapter = not adapter or replica.client.adapters.get(adapter) == entry.adapter_path
+    return same and same_adapter and old.batch_invariant and new.batch_invariant
 
 
 def _common(engines: list[messages.Ready]) -> messages.Ready | None:

@@ -88,7 +88,18 @@ class OpenRequest:
     """A request that has not ended."""
 
     __slots__ = (
-        *("_num_repeated", "aborted", "adapter_path", "cost", "deaths", "engine", "full", "num_prompt_logprobs"),
+        *(
+            "_num_repeated",
+            "aborted",
+            "accepted",
+            "adapter_path",
+            "changed",
+            "cost",
+            "deaths",
+            "engine",
+            "full",
+            "num_prompt_logprobs",
+        ),
         *("num_survived", "paused", "prefill", "prefill_cost", "replica", "request", "sent_deaths", "started"),
         *("unstarted_tokens", "waiting"),
     )
@@ -111,7 +122,11 @@ class OpenRequest:
         """Folder of the request's adapter when it was sent first."""
         self.started = False
         """True once the first token or the end has arrived."""
+        self.changed = False
+        """True if ``replica`` may compute other bits than the earlier engine, and has returned nothing yet."""
         self.aborted = False
+        self.accepted = False
+        """True if an engine was lost or left that had not rejected the request."""
         self.paused = False
         self.deaths = self.sent_deaths = 0
         """Number of engines that died in a step with the request, and the number that ``replica`` knows."""

@@ -127,7 +127,8 @@ class EngineServer:
         engine fails."""
         signal.signal(signal.SIGTERM, self._on_stop_signal)
         signal.signal(signal.SIGUSR1, self._on_stop_signal)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
+        for number in (signal.SIGINT, signal.SIGHUP):  # they may reach the whole process group; the parent handles them
+            signal.signal(number, signal.SIG_IGN)
         gc.disable()  # garbage collections would take a tenth of the time of importing PyTorch
         try:
             self._start_engine()
@@ -199,6 +200,7 @@ class EngineServer:
             role=self._options.role,
             max_waiting=self._options.max_waiting,
             host_bytes=engine.host_bytes,
+            num_allocated_blocks=engine.num_allocated_blocks,
             state=self._sent_state,
             kv_address=connector.address if connector else "",
             tokenizer_version=tokenizer_version(self._options.model),
@@ -395,6 +397,7 @@ class EngineServer:
                         raise PenstockError.of(messages.ENGINE_STOPPING)
                     if self._engine.sleeper.asleep:
                         raise PenstockError.of(messages.ENGINE_ASLEEP)
+                    self._engine.scheduler.abort_older(request.uid)  # of the client's previous connection
                     self._engine.add(msgspec.structs.replace(request, request_id=internal_id))
                 except PenstockError as error:
                     self._send(_error_deltas(internal_id, request.sampling.num_returned, error.failure))

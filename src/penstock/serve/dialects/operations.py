@@ -1,6 +1,7 @@
 """Operations on whole models (weight updates, pause, sleep) for all dialects, and endpoints for the state of models.
 
-Operations that abort or delay requests of other clients, such as ``/v1/weights/reload``, require ``server_dev_mode``.
+Operations that abort or delay requests of other clients, such as ``/v1/weights/reload`` and ``/v1/restart``, require
+``server_dev_mode``.
 """
 
 from __future__ import annotations

@@ -48,8 +48,13 @@ HEALTH_PATHS = PUBLIC_PATHS | {"/config-info"}
 """Paths served on ``health_port`` and ``metrics_port``."""
 WEIGHTS_HEADER = "x-weights-version"
 """Header of generated answers: version of the model's weights."""
+TRUNCATED_HEADER = "x-penstock-truncated"
+"""Header with the number of prompt tokens that were removed to fit a limit."""
 FINGERPRINT_HEADER = "x-penstock-fingerprint-mismatch"
 """Header of all answers if the fingerprints of instances differ."""
+RESUMED_HEADER = "x-penstock-resumed-across"
+"""Header of an answer that another engine has continued, although its results may differ: kernels and weights of that
+engine. A stream that has begun gets a comment instead."""
 Refuse = Callable[[Scope, Send], Awaitable[None]]
 QUIET_STATUSES = (200, 304, 503)
 """Statuses of ``PUBLIC_PATHS`` that are logged at level debug."""
@@ -114,6 +119,10 @@ class RequestLogMiddleware:
                     added.append((WEIGHTS_HEADER.encode(), record.weights_version.encode()))
                 if names := record.unknown.header:
                     added.append((HEADER.encode(), names.encode()))
+                if record.num_truncated:
+                    added.append((TRUNCATED_HEADER.encode(), str(record.num_truncated).encode()))
+                if record.changed_engines:
+                    added.append((RESUMED_HEADER.encode(), "; ".join(record.changed_engines).encode()))
                 if self._fingerprints and len(several := self._fingerprints()) > 1:
                     added.append((FINGERPRINT_HEADER.encode(), ", ".join(several).encode()))
                 message["headers"] = [*message.get("headers", ()), *added]

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.core import Code, Failure, PenstockError
 from penstock.engine.executor.cluster_secret import read_secret
-from penstock.engine.service.control import ModelAction
+from penstock.engine.service.control import READY_TIMEOUT, ModelAction, starts_engines
 from penstock.engine.service.pool import ResumePolicy
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.input_processor import InputProcessor
@@ -96,7 +96,11 @@ class ModelManager:
         """Execute an operation on the engines of a model. Returns when this process has received the new state. Raises
         ``PenstockError`` if the operation fails."""
         await self._request(Operate(next(self._numbers), service.name, operation))
-        await service.gateway.engine_pool.synchronize()
+        pool = service.gateway.engine_pool
+        if starts_engines(operation):
+            with contextlib.suppress(TimeoutError):  # an engine has died again
+                await pool.connected(READY_TIMEOUT)
+        await pool.synchronize()
 
     def refuse(self, failure: Failure) -> None:
         """Fail open requests with ``failure``, and reject new requests."""

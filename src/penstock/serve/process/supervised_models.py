@@ -16,7 +16,7 @@ import msgspec
 from penstock.config.options import Configuration
 from penstock.config.profiles import load
 from penstock.core import Code, PenstockError
-from penstock.engine.service.control import ModelAction, ModelControl, RestartEngines
+from penstock.engine.service.control import ModelAction, ModelControl, RestartEngines, starts_engines
 from penstock.engine.service.instance import Instance
 from penstock.engine.service.launcher import EXIT_TIMEOUT, EngineProcesses
 from penstock.engine.service.messages import Ready
@@ -115,7 +115,13 @@ class SupervisedModels:
             if name not in self._running:
                 message = f"the model {name!r} is not loaded: load it first"
             raise PenstockError(Code.UNSUPPORTED, message)
-        await control.execute(operation)
+        if not starts_engines(operation):
+            await control.execute(operation)
+            return
+        async with self._locks[name], self._starting:
+            if self._controls.get(name) is not control or self._closing:
+                raise PenstockError(Code.UNAVAILABLE, f"the model {name!r} is being unloaded")
+            await control.execute(operation)
 
     def stop_restarting(self) -> None:
         """Load no more models and restart no engines: the server is about to stop."""
@@ -176,6 +182,8 @@ class SupervisedModels:
                 await self.operate(name, RestartEngines())
             except PenstockError as error:
                 logger.error("the engine of %s was not restarted: %s", name, error)
+            except Exception:
+                logger.exception("the engine of %s was not restarted", name)
 
     def set_instances(self, instances: tuple[Instance, ...]) -> None:
         """Set the instances of the first model."""

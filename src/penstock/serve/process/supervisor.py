@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import resource
+import secrets
 import signal
 import socket
 import struct
@@ -113,15 +114,18 @@ class Supervisor:
                 return 2 if self._api_processes.misconfigured else 1
             finally:
                 self._stop.set()
-                background = [task for task in (self._registration, self._restarting) if task]
-                for each in background:
-                    each.cancel()
-                await asyncio.gather(*background, return_exceptions=True)
+                if self._registration:
+                    self._registration.cancel()
+                    await asyncio.gather(self._registration, return_exceptions=True)
+                if self._restarting:
+                    self._restarting.cancel()
                 for listener in listeners:
                     stop_accepting(listener)
                     listener.close()
                 await self._api_processes.close(self._configuration.engine.drain_timeout + KILL_TIMEOUT)
                 await self._models.close()
+                if self._restarting:
+                    await asyncio.gather(self._restarting, return_exceptions=True)
                 if self._instances:
                     await self._instances.close()
                 for task in tasks:
@@ -143,6 +147,10 @@ class Supervisor:
     def _restart_engines(self) -> None:
         """Replace the engine processes (SIGHUP)."""
         if self._stop.is_set() or (self._restarting and not self._restarting.done()):
+            logger.info("SIGHUP is ignored: the server is stopping, or is restarting its engines already")
+            return
+        if self._configuration.engine.role == "router":
+            logger.info("SIGHUP is ignored: a router has no engines")
             return
         logger.info("SIGHUP: restarting the engines")
         self._restarting = asyncio.create_task(self._models.restart())
@@ -191,6 +199,7 @@ class Supervisor:
         return ApiProcessStart(
             parent=os.getpid(),
             number=number,
+            place=secrets.token_hex(8),
             configuration=self._configuration,
             sockets=tuple(listener.fileno() for listener in listeners),
             grpc_address=self._grpc_address,

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.core import Code, PenstockError
 
-from .values import MAX_REFERENCES, STRING, resolved, types_of
+from .values import MAX_REFERENCES, STRING, resolved, type_name, types_of
 
 OBJECT_KEYWORDS = frozenset(
     "type properties required additionalProperties $defs definitions $schema $id $comment title description examples "
     "default deprecated strict x-guidance".split()
 )
 """Supported keywords of an arguments schema, and keywords without effect on validation."""
+ANNOTATIONS = frozenset("title description examples default deprecated $comment".split())
+"""Keywords that do not restrict a value."""
+STRING_KEYWORDS = ANNOTATIONS | {"pattern", "minLength", "maxLength", "format"}
+"""Keywords that a string without quotes can follow."""
+ARRAY_KEYWORDS = ANNOTATIONS | {"type", "items", "$defs", "definitions"}
+ANY_TYPE = frozenset("string number boolean null object array".split())
 KEY = re.compile(r"[^\s<>\"'=()]{1,128}")
 """Default pattern of parameter names."""
 
@@ -57,14 +63,14 @@ def _joined(required: list[Format], others: list[Format], separator: str) -> For
     """Required elements, then optional elements, with a separator between the elements that are present."""
 
     def following(elements: list[Format]) -> list[Format]:
-        return [_optional(_sequence([_text(separator), element])) for element in elements]
+        return [_optional(_sequence([const_string(separator), element])) for element in elements]
 
     if required:
-        between = [_text(separator)] * (2 * len(required) - 1)
+        between = [const_string(separator)] * (2 * len(required) - 1)
         between[::2] = required
         return _sequence([*between, *following(others)])
     if not others:
-        return _text("")
+        return const_string("")
     return _optional(_or([_sequence([first, *following(others[i + 1 :])]) for i, first in enumerate(others)]))
 
 
@@ -78,16 +84,21 @@ def value_format(schema: Any, root: Mapping[str, Any], end: str, depth: int = 0)
 
     Raises ``PenstockError`` (``unsupported``) for a constant that contains ``end``.
     """
+    if _is_unknown(schema, root):
+        return json_format(schema, root)
     found = resolved(schema, root)
     types = types_of(found, root)
-    if types is None or "string" not in types:
+    if types is None:  # the parser keeps the quotes of a JSON string
+        rest = json_format({**found, "type": sorted(ANY_TYPE - STRING)}, root)
+        return _or([_string(found, text_without(end)), rest]) if found.keys() <= STRING_KEYWORDS else rest
+    if "string" not in types:
         return json_format(schema, root)
     if "const" in found or isinstance(found.get("enum"), list):
         values = found.get("enum", [found.get("const")])
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
         if wrong := [text for text in texts if end in text]:
             raise _unsupported(f"the value {wrong[0]!r:.50}, which contains {end}")
-        return _or([_text(text) for text in texts])
+        return _or([const_string(text) for text in texts])
     for keyword in ("anyOf", "oneOf"):
         if isinstance(found.get(keyword), list) and depth < MAX_REFERENCES:
             return _or([value_format(part, root, end, depth + 1) for part in found[keyword]])
@@ -96,11 +107,95 @@ def value_format(schema: Any, root: Mapping[str, Any], end: str, depth: int = 0)
     return _or([string, json_format({**found, "type": others}, root)]) if others else string
 
 
+def typed_formats(
+    schema: Any,
+    root: Mapping[str, Any],
+    string: Callable[[Mapping[str, Any]], Format],
+    other: Callable[[str, Mapping[str, Any]], Format],
+    depth: int = 0,
+) -> list[tuple[str, Format]]:
+    """Return the alternative formats of a value, each with its JSON type, for call formats that write types apart.
+
+    Args:
+        schema: schema of the value.
+        root: enclosing schema with ``$defs`` and ``definitions``.
+        string: format of a string with a given schema.
+        other: format of a value of a given JSON type that is no string, with a given schema.
+    """
+    if _is_unknown(schema, root):
+        return [("", json_format(schema, root))]
+    found = resolved(schema, root)
+    if "const" in found or isinstance(found.get("enum"), list):
+        values = found.get("enum", [found.get("const")])
+        return [
+            (kind, string({"const": value}) if kind == "string" else other(kind, {"const": value}))
+            for kind, value in ((type_name(value), value) for value in values)
+        ]
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(found.get(keyword), list) and depth < MAX_REFERENCES:
+            parts = [typed_formats(part, root, string, other, depth + 1) for part in found[keyword]]
+            return [alternative for part in parts for alternative in part]
+    types = types_of(found, root)
+    if types is None:
+        types = ANY_TYPE if found.keys() <= STRING_KEYWORDS else ANY_TYPE - STRING
+    if "number" in types:
+        types -= {"integer"}
+    return [
+        (kind, string(found) if kind == "string" else other(kind, {**found, "type": kind})) for kind in sorted(types)
+    ]
+
+
+def string_format(schema: Mapping[str, Any], end: str) -> Format:
+    """Return the format of an unquoted string, which cannot contain ``end``.
+
+    Raises ``PenstockError`` (``unsupported``) for a constant that contains ``end``.
+    """
+    if "const" not in schema:
+        return _string(schema, text_without(end))
+    if end in schema["const"]:
+        raise _unsupported(f"the value {schema['const']!r:.50}, which contains {end}")
+    return const_string(schema["const"])
+
+
+def is_plain_object(schema: Mapping[str, Any], key: re.Pattern[str]) -> bool:
+    """Check whether ``arguments_sequence`` can write an object with this schema, which lists its properties."""
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not properties or schema.keys() - OBJECT_KEYWORDS:
+        return False
+    return all(map(key.fullmatch, properties)) and isinstance(required, list) and set(required) <= properties.keys()
+
+
+def is_plain_array(schema: Mapping[str, Any]) -> bool:
+    """Check whether a schema restricts only the items of an array."""
+    return isinstance(schema.get("items"), Mapping) and schema.keys() <= ARRAY_KEYWORDS
+
+
+def repeated(content: Format, separator: str = "") -> Format:
+    """Return the format of zero or more repetitions."""
+    tag = {"type": "tag", "begin": "", "content": content, "end": ""}
+    return {"type": "tags_with_separator", "tags": [tag], "separator": separator}
+
+
+def choice(formats: list[Format]) -> Format:
+    """Return the format of one of several formats."""
+    return formats[0] if len(formats) == 1 else _or(formats)
+
+
+def const_string(value: str) -> Format:
+    """Return the format of a fixed text."""
+    return {"type": "const_string", "value": value}
+
+
 def json_format(schema: Any, root: Mapping[str, Any]) -> Format:
     """Return the format of a JSON value. ``root`` is the enclosing schema with ``$defs`` and ``definitions``."""
     if isinstance(schema, Mapping):
         schema = {name: root[name] for name in ("$defs", "definitions") if name in root} | dict(schema)
     return {"type": "json_schema", "json_schema": schema, "separators": [", ", ": "]}
+
+
+def _is_unknown(schema: Any, root: Mapping[str, Any]) -> bool:
+    """True for a schema that allows no value, and for a reference that does not exist: the engine reports both."""
+    return schema is False or (isinstance(schema, Mapping) and "$ref" in schema and not resolved(schema, root))
 
 
 def _string(schema: Mapping[str, Any], text: Format) -> Format:
@@ -128,12 +223,8 @@ def text_without(end: str) -> Format:
     return {"type": "regex", "pattern": f"([^{first}]|{first}({again})*({other}))*({first}({again})*{partial})?"}
 
 
-def _text(value: str) -> Format:
-    return {"type": "const_string", "value": value}
-
-
 def _sequence(elements: list[Format]) -> Format:
-    return {"type": "sequence", "elements": elements} if elements else _text("")
+    return {"type": "sequence", "elements": elements} if elements else const_string("")
 
 
 def _or(elements: list[Format]) -> Format:

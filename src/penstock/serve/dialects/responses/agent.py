@@ -13,7 +13,6 @@ from contextlib import aclosing
 
 import msgspec
 
-from penstock.core import Failure
 from penstock.core.errors import invalid
 from penstock.frontend.outputs import RequestOutput
 from penstock.serve.chat.generation import ChatGeneration
@@ -26,7 +25,7 @@ from .approvals import ApprovedCall, resolve_approvals
 from .convert import to_chat_request
 from .document import Document, ResponseDocument
 from .events import Events, usage_of
-from .handler import response_name, status_of
+from .handler import incomplete_reason, item_status, response_name, status_of
 from .mcp_items import McpItemStream, input_list, listed_tools, to_items
 from .mcp_servers import McpServers
 from .mcp_toolset import McpToolset
@@ -137,12 +136,15 @@ class AgentHandler:
         self._save = save
         self._max_rounds = servers.max_rounds
         self._max_tokens = request.max_output_tokens
+        self._streams = bool(request.stream)
         requested = servers.requested(request.tools or [])
         self._toolset = McpToolset(requested, servers.connections, request.max_tool_calls, record.span)
         self._agent = AgentRequest(request, self._toolset)
         self._agent.chat(service, [], tool_choice=None)  # report errors before any tool is called
         name = response_name(record, save is not None)
-        self._document = ResponseDocument(request, name, service.adapter_of(request.model) or service.name, stores)
+        self.model = service.adapter_of(request.model) or service.name
+        """Name of the model or adapter used."""
+        self._document = ResponseDocument(request, name, self.model, stores)
         self._items = McpItemStream(name, events.event, request.tools or [], self._toolset)
         self._usage: Document | None = None
         self._status = "in_progress"
@@ -156,8 +158,7 @@ class AgentHandler:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer as server-sent events."""
-        empty = self.pending("in_progress")
-        begin = self._event("response.created", response=empty) + self._event("response.in_progress", response=empty)
+        begin = self._begin()
         async with aclosing(self._run()) as parts:
             async for events in parts:
                 if begin or events:  # a failure before the first event becomes an error response
@@ -168,18 +169,29 @@ class AgentHandler:
 
     async def computed(self) -> Document:
         """Run the loop, and return the finished response. Raises ``PenstockError`` if the request fails."""
+        if self._streams:
+            self._begin()
         async with aclosing(self._run()) as parts:
             async for _ in parts:
                 pass
-        return self._finished_response()
+        document = self._finished_response()
+        if self._streams:
+            self._event(f"response.{self._status}", response=document)
+        return document
 
     def pending(self, status: str) -> Document:
         """The response object before there is any output."""
         return self._document.build([], status)
 
-    def failed(self, failure: Failure) -> Document:
-        """The response object of a request that has failed, with the items so far."""
-        return self._document.failed(self._items.items, failure)
+    @property
+    def kept_items(self) -> list[Document]:
+        """Output items that the response has if it fails: tools may have been called."""
+        return self._items.items
+
+    def _begin(self) -> bytes:
+        """Encode the first events."""
+        empty = self.pending("in_progress")
+        return self._event("response.created", response=empty) + self._event("response.in_progress", response=empty)
 
     def _finished_response(self) -> Document:
         return self._document.build(self._items.items, self._status, self._usage, self._reason)
@@ -241,7 +253,7 @@ class AgentHandler:
             async for events in results:
                 yield events
         if not self._is_finished and self._tokens_left() == 0:
-            self._is_finished, self._status = True, "incomplete"
+            self._is_finished, self._status, self._reason = True, "incomplete", "max_output_tokens"
 
     async def _generate(self, is_first: bool) -> AsyncGenerator[bytes, None]:
         """Run the model. Yields the events of its output."""
@@ -262,9 +274,9 @@ class AgentHandler:
             async for _, last in outputs:
                 yield self._items.add(generation.delta(last.outputs[0]))
         assert last is not None
-        self._status = status_of(last)
+        self._status, self._reason = status_of(generation, last), incomplete_reason(last)
         self._usage = _sum(self._usage, usage_of(last))
-        yield self._items.end(self._status)
+        yield self._items.end(item_status(generation, last))
 
     async def _call_tools(self) -> AsyncGenerator[bytes, None]:
         """Call the pending tools, several at the same time. Yields the events of the results, in order."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 
-from penstock.core import Failure
-
 from .schema import ResponsesRequest, Tool, conversation_of
 
 Document = dict[str, Any]
@@ -29,14 +27,17 @@ class ResponseDocument:
         name: id of the response, without ``resp_``.
         model: name of the model or adapter.
         stores: True if the response object is going to be stored.
+        begun: response object of a background response that another process has begun; None: a new response.
     """
 
-    def __init__(self, request: ResponsesRequest, name: str, model: str, stores: bool) -> None:
+    def __init__(
+        self, request: ResponsesRequest, name: str, model: str, stores: bool, begun: Document | None = None
+    ) -> None:
         self._request = msgspec.structs.replace(request, input="")
         self._name = name
         self._model = model
         self._stores = stores
-        self._created = int(time.time())
+        self._created = begun["created_at"] if begun else int(time.time())
 
     def build(
         self, items: list[Document], status: str, usage: Document | None = None, reason: str = "max_output_tokens"
@@ -70,10 +71,6 @@ class ResponseDocument:
             "conversation": {"id": conversation} if (conversation := conversation_of(request)) else None,
             "truncation": "disabled",
         }
-
-    def failed(self, items: list[Document], failure: Failure) -> Document:
-        """The response object of a request that has failed."""
-        return self.build(items, "failed") | {"error": {"code": "server_error", "message": failure.message}}
 
 
 def _echo(tool: Tool) -> Document:
