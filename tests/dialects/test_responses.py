@@ -246,7 +246,7 @@ def test_responses_are_not_stored_without_storage_dir(client: openai.OpenAI) -> 
             ask()
 
 
-@pytest.mark.row("responses", "metadata", "user", "service_tier", "auto", "default", "max_tool_calls")
+@pytest.mark.row("responses", "metadata", "user", "service_tier", "auto", "default")
 @pytest.mark.row("responses", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "stream_options")
 @pytest.mark.row("responses", 'include: ["reasoning.encrypted_content"]')
 @BOTH
@@ -307,6 +307,10 @@ def test_sampling_fields_equal_chat_completion(client: openai.OpenAI, ask: Any) 
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
         ({"input": [{"type": "file_search_call"}]}, "file_search_call"),
         ({"tools": [{"type": "web_search"}]}, "web_search"),
+        (
+            {"tools": [{"type": "mcp", "server_label": "a", "server_url": "https://example.com"}]},
+            "start .*--mcp-config",
+        ),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"uniqueItems": True}}}},
             r"text\.format: .*uniqueItems",

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import pytest
 import speech_checkpoints
 from image_checkpoints import plain, save_colours
-from repository import ROOT
+from repository import ROOT, TESTS
 from serving import Servers
 
 from penstock.cli.flags import add_profile, configure
@@ -144,6 +144,15 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return ("--storage-dir", str(tmp_path_factory.mktemp("storage")))
 
 
+@pytest.fixture(scope="module")
+def mcp_config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Configuration file of MCP servers that replaces mcp.json."""
+    folder = tmp_path_factory.mktemp("mcp")
+    tools = {"command": sys.executable, "args": [str(TESTS / "support/mcp_tools.py"), "stdio", str(folder)]}
+    (folder / "mcp.json").write_text(json.dumps({"mcpServers": {"files": tools}}))
+    return str(folder / "mcp.json")
+
+
 def test_clients_use_port_of_documented_server() -> None:
     assert not [one for one in EXAMPLES if set(re.findall(rf"{ADDRESS}:(\d+)", one.code)) - {one.port}]
 
@@ -154,6 +163,7 @@ def test_example_prints_documented_output(
     example: Example,
     servers: Servers,
     storage: tuple[str, str],
+    mcp_config: str,
     request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -164,7 +174,8 @@ def test_example_prints_documented_output(
         flags = ("--model", model) if model else ()
         stored = storage if example.page in STORES else ()
         blocks = "100" if model else "400"
-        server = servers.get(*flags, "--num-gpu-blocks-override", blocks, *stored, *example.flags)
+        options = [mcp_config if flag == "mcp.json" else flag for flag in example.flags]
+        server = servers.get(*flags, "--num-gpu-blocks-override", blocks, *stored, *options)
         code = code.replace(address, server.root)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "requests.jsonl").write_text(json.dumps(LINE) + "\n")

@@ -210,6 +210,7 @@ def test_every_command_prints_help(clean: Clean) -> None:
         (["serve", "--grpc-port", "0"], "grpc"),
         (["serve", "--model-repository", "MODELS"], "grpc"),
         (["serve", "--otlp-endpoint", "http://127.0.0.1:4317"], "otel"),
+        (["serve", "--mcp-config", "mcp.json"], "mcp"),
         (["download", "s3://bucket/model"], "s3"),
         (["bench", "serve"], "bench"),
         (["bench", "serve", "--picture", "load.png"], "bench"),

@@ -21,6 +21,8 @@ from typing import Self
 
 import pytest
 from image_checkpoints import plain, save_colours
+from repository import TESTS
+from scripted_model import scripted_model, tool_call
 from serving import Served
 
 LOCAL = ("--num-gpu-blocks-override", "200", "--temperature", "0")
@@ -312,6 +314,28 @@ def test_tool_calls_run_command_or_ask_for_result(remote: bool, tmp_path: Path, 
         person.see("get_weather +查询城市的天气")
         person.type("Thanks. What is the capital of Canada?\n")
         person.see(r"tokens/s.*> ")
+
+
+def test_mcp_tools_are_called_after_confirmation(tmp_path: Path) -> None:
+    call = tool_call("tools__add", a=2, b=3)
+    model = scripted_model(tmp_path / "model", call, "That is all.", max_model_len=2048)
+    tools = {"command": sys.executable, "args": [str(TESTS / "support/mcp_tools.py"), "stdio", str(tmp_path)]}
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"tools": tools}}))
+    saved = tmp_path / "saved.json"
+    lines = ["Go!", "y", "Go!", "n", "six", "Go!", "a", "Go!", f"/save {saved}", "/tools"]
+    arguments = (str(model), "--num-gpu-blocks-override", "200", "--mcp-config", str(tmp_path / "mcp.json"))
+    result = run_piped(*arguments, lines=lines)
+    assert result.returncode == 0, result.stderr
+    shown = result.stdout.splitlines()
+    assert shown[:8] == ['tool call: tools__add({"a": 2, "b": 3})', "That is all."] * 4
+    assert shown[8].split(maxsplit=1) == ["tools__add", "Add two numbers."]
+    results = [message["content"] for message in json.loads(saved.read_text()) if message["role"] == "tool"]
+    assert results == ["5", "six", "5", "5"]
+    assert (tmp_path / "calls").read_text() == "add 2 3\n" * 3
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"broken": {"command": "/does/not/exist"}}}))
+    result = run_piped(*arguments, lines=lines)
+    assert result.returncode != 0
+    assert "the MCP server broken cannot be used: /does/not/exist No such file or directory" in result.stderr
 
 
 def test_piped_line_after_tool_call_is_its_result(served: Served, tmp_path: Path) -> None:

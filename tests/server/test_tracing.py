@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 from collector import Collector, draw_trace, run_collector
+from repository import TESTS
+from scripted_model import scripted_model, tool_call
 from serving import Served, usage_error
 from test_router import PROMPT, Deployment, until
 from tritonclient.utils import np_to_triton_dtype
@@ -50,6 +53,26 @@ def server(collector: Collector) -> Iterator[Served]:
 
 def traceparent(trace: str, sampled: bool = True) -> dict[str, str]:
     return {"traceparent": f"00-{trace}-{PARENT}-0{sampled:d}", "tracestate": "vendor=value"}
+
+
+def test_tools_of_mcp_servers_have_spans(collector: Collector, tmp_path: Path) -> None:
+    model = scripted_model(tmp_path / "model", tool_call("tools__add", a=2, b=3), tool_call("tools__fail"), "Done.")
+    tools = {"command": sys.executable, "args": [str(TESTS / "support/mcp_tools.py"), "stdio", str(tmp_path)]}
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"tools": tools}}))
+    flags = ("--model", str(model), "--mcp-config", str(tmp_path / "mcp.json"), "--log-format", "json")
+    trace = TRACE[::-1]
+    with Served(*flags, "--otlp-traces-endpoint", collector.grpc) as served:
+        tool = {"type": "mcp", "server_label": "tools", "require_approval": "never"}
+        body = {"input": "Go!", "tools": [tool]}
+        answer = httpx.post(f"{served.url}/responses", json=body, headers=traceparent(trace), timeout=60)
+        assert answer.status_code == 200, answer.text
+        spans = collector.spans(trace, "POST /v1/responses", "list_tools", "execute_tool add", "execute_tool fail")
+        request = json.loads(served.find("POST /v1/responses").string)
+    root, add, fail = (spans[name] for name in ("POST /v1/responses", "execute_tool add", "execute_tool fail"))
+    assert {add.parent, fail.parent, spans["list_tools"].parent} == {root.span}
+    assert (add.attributes["gen_ai.tool.name"], add.attributes["mcp.server"]) == ("add", "tools")
+    assert (add.status, fail.status, fail.attributes["error.type"]) == ("", "error", "tool_error")
+    assert request["tool_calls"] == 2
 
 
 @pytest.mark.row("vllm", "--otlp-traces-endpoint")

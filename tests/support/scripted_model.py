@@ -3,13 +3,12 @@
 The checkpoint tests how clients handle replies, especially tool calls, which a model with random weights does not
 generate. The output of its layer is zero, so the next token depends only on the last token. The chunks of each reply
 are added tokens that form a chain. The chat template ends the prompt with the first token of a chain, chosen by the
-number of tool results since the last user message.
+number of tool results since the last user message, plus the template's variable ``first_reply``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,8 @@ To call one: <tool_call>
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n<|reply_' + ([state.results, LAST] | min) | string + '|>' }}
+    {%- set reply = [state.results + (first_reply | default(0)), LAST] | min %}
+    {{- '<|im_start|>assistant\\n<|reply_' + reply | string + '|>' }}
 {%- endif %}"""
 
 
@@ -101,13 +101,18 @@ def scripted_model(folder: Path, *replies: str, max_model_len: int = 1 << 18) ->
     return folder
 
 
-def _chunks(text: str, seen: set[str]) -> Iterator[str]:
+def _chunks(text: str, seen: set[str]) -> list[str]:
     """Split a text into chunks that are not in ``seen`` yet, and add them to ``seen``."""
+    chunks: list[str] = []
     begin = 0
     while begin < len(text):
         end = begin + 6
         while text[begin:end] in seen and end < len(text):
             end += 1
+        while text[begin:end] in seen and chunks:  # the end of the text has been seen: join it with the chunk before
+            begin -= len(chunks[-1])
+            seen.remove(chunks.pop())
         seen.add(text[begin:end])
-        yield text[begin:end]
+        chunks.append(text[begin:end])
         begin = end
+    return chunks

@@ -150,6 +150,19 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     batch_concurrency: Annotated[int, option(ge=0)] = 0
     """Maximum number of batch requests (/v1/batches) that an API process computes at the same time; 0: half of
     max_num_seqs, divided by api_server_count."""
+    mcp_config: str = ""
+    """JSON file of MCP servers whose tools requests to /v1/responses may use: {"mcpServers": {"NAME": {"command": ...,
+    "args": [...], "env": {...}} or {"url": ..., "headers": {...}}}}; empty: none."""
+    allow_mcp_urls: bool = False
+    """Let clients also name other MCP servers by URL (server_url). Only public addresses are connected to."""
+    mcp_timeout: Annotated[float, option("seconds", gt=0)] = 60.0
+    """Maximum time to connect to an MCP server, to list its tools, and of a tool call."""
+    mcp_max_rounds: Annotated[int, option(ge=1)] = 16
+    """Maximum number of times that a response with MCP tools runs the model; each time may call several tools."""
+    mcp_max_result_size: Annotated[int, option("bytes", ge=1)] = 256 * 2**10
+    """Maximum size of the result of an MCP tool call; a larger one becomes an error that the model sees."""
+    mcp_max_connections: Annotated[int, option(ge=1)] = 64
+    """Maximum number of open connections of an API process to MCP servers; each response has separate connections."""
     web: bool = True
     """Serve the web page with a playground and a live view at /."""
 

@@ -97,6 +97,7 @@ def build(
     configuration: Configuration | None = None,
     register: instances.Register | None = None,
     storage: Storage | None = None,
+    mcp: responses.McpServers | None = None,
 ) -> ASGIApp:
     """Build the ASGI application.
 
@@ -106,6 +107,7 @@ def build(
         configuration: configuration of the server, for the routes of instances and routers (with ``register``).
         register: see ``instances.add_routes``.
         storage: stores of responses, conversations, files and batches; None if storage is off.
+        mcp: MCP servers whose tools requests may use; None: none.
     """
     blade = BladeLLM(served_models)
     default: SharedPathDialect = openai.OpenAI(served_models, vllm.check if vllm.is_ascend(served_models) else None)
@@ -120,7 +122,8 @@ def build(
     anthropic.add_routes(routes, served_models)
     openai.add_routes(routes, served_models)
     stores = responses.Stores(storage.responses, storage.conversations) if storage else None
-    responses.add_routes(routes, served_models, stores, storage.background if storage else None)
+    background = storage.background if storage else None
+    responses.add_routes(routes, served_models, stores, background, mcp)
     without_storage: tuple[str, ...] = FILE_PATHS if storage else STORED_PATHS
     if storage and storage.batches:
         without_storage = ()

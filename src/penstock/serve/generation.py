@@ -38,6 +38,7 @@ async def generate(
     Args:
         index: index of the prompt in its request.
         options: arguments of ``Gateway.generate``. The shorter of ``timeout`` and the server's timeout applies.
+            ``arrived`` is by default the time when the request arrived.
 
     Raises ``PenstockError`` if the request fails, before the first output or later.
     """
@@ -48,18 +49,19 @@ async def generate(
         record.log_fields["adapter"] = adapter
     if record.tenant and not service.options.share_prefix_cache:
         options["cache_salt"] = f"{record.tenant} {options.get('cache_salt', '')}"
+    arrived = options.pop("arrived", record.arrived)
     timeouts = (options.pop("timeout", None), service.timeout)
     timeout = min([each for each in timeouts if each is not None], default=None)
     span = None
     if record.span and record.span.sampled:
-        span = GenerationSpan(record.span, record.arrived, service.name, record.request_id, sampling)
+        span = GenerationSpan(record.span, arrived, service.name, record.request_id, sampling)
     trace = (span.context if span else record.span.context) if record.span else None
     stream = service.gateway.generate(
         prompt,
         sampling,
         record.request_id,
         timeout=timeout,
-        arrived=record.arrived,
+        arrived=arrived,
         tenant=record.tenant,
         trace=trace,
         **options,

@@ -34,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="command that executes tool calls, each after a confirmation: COMMAND NAME, with the arguments as JSON on "
         "standard input (default: type the results)",
     )
+    parser.add_argument(
+        "--mcp-config",
+        metavar="FILE",
+        help="JSON file of MCP servers whose tools the model may call, each call after a confirmation",
+    )
     parser.add_argument("--temperature", type=float, help="sampling temperature; 0: greedy (default: the model's)")
     parser.add_argument(
         "--top-p", type=float, help="cumulative probability for nucleus sampling (default: the model's)"
@@ -65,12 +70,20 @@ def run(args: argparse.Namespace) -> int:
     conversation.images += [image_url(given) for given in args.image]
     if args.tools:
         conversation.tools = load_tools(Path(args.tools).expanduser())
+    mcp = None
+    if args.mcp_config:
+        from .mcp import McpTools
+
+        mcp = McpTools(args.mcp_config)
     terminal = Terminal()
     backend = _backend(args)
     with start_blocking_portal() as portal, ExitStack() as stack:
         with terminal.waiting(f"loading {backend.about}" if args.url is None else f"connecting to {args.url}"):
             stack.enter_context(portal.wrap_async_context_manager(backend))
-        return Session(backend, portal, conversation, terminal, COMMANDS, ALIASES, args.tool_command).run()
+            if mcp:
+                stack.enter_context(portal.wrap_async_context_manager(mcp))
+                conversation.tools += mcp.definitions
+        return Session(backend, portal, conversation, terminal, COMMANDS, ALIASES, args.tool_command, mcp).run()
 
 
 def _backend(args: argparse.Namespace) -> Engine | Server:

@@ -29,7 +29,8 @@ def _image(session: Session, rest: str) -> None:
 
 def _tools(session: Session, rest: str) -> None:
     if rest:
-        session.conversation.tools = load_tools(_path("tools", rest)) if rest != "none" else []
+        tools = load_tools(_path("tools", rest)) if rest != "none" else []
+        session.conversation.tools = [*tools, *(session.mcp.definitions if session.mcp else ())]
     for tool in session.conversation.tools:
         function = tool["function"]
         session.terminal.print_line(f"{function['name']:<22}{function.get('description', '')}")
@@ -91,7 +92,7 @@ COMMANDS = {
     "reset": Command("", "start a new conversation (also /clear)", lambda session, _: session.conversation.clear()),
     "system": Command("TEXT", "set the system prompt; without TEXT, remove it", _system),
     "image": Command("FILE or URL", "send an image with the next message; pasting a path also works", _image),
-    "tools": Command("FILE", "load tools from a JSON file (none: remove them); without FILE, list them", _tools),
+    "tools": Command("FILE", "load tools from a JSON file (none: remove them); without FILE, list all tools", _tools),
     "reasoning": Command(
         "show or fold", "show or hide reasoning; without argument, print the last answer's reasoning", _reasoning
     ),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from anyio.from_thread import BlockingPortal
 
@@ -20,6 +21,9 @@ from .images import image_url, pasted_images
 from .stream import Stream
 from .terminal import Terminal
 from .tools import ToolCall, run_tool
+
+if TYPE_CHECKING:
+    from .mcp import McpTools
 
 FULL = "the context is full; /undo removes the last turn, /reset starts a new conversation"
 SPINNER_DELAY = 1.0
@@ -40,6 +44,10 @@ class SessionStatistics:
     def speed(self) -> float:
         """Tokens per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def _cancel(calling: Future[str]) -> None:
+    calling.cancel()
 
 
 class Command(NamedTuple):
@@ -66,6 +74,8 @@ class Session:
     """Names of commands by alias."""
     tool_command: str = ""
     """Command that executes tool calls, each after a confirmation; empty: the user types the results."""
+    mcp: McpTools | None = None
+    """Tools of MCP servers, each of which is called after a confirmation."""
     statistics: SessionStatistics = field(default_factory=SessionStatistics)
     used: int | None = None
     """Number of tokens in the context after the last answer; None: unknown."""
@@ -75,6 +85,8 @@ class Session:
     reasoning: str = ""
     """Reasoning of the last answer."""
     _unanswered: int = 0
+    _trusted: set[str] = field(default_factory=set)
+    """MCP tools that are called without a confirmation."""
 
     def run(self) -> int:
         """Run the session; returns 1 if a message from a pipe was not answered, otherwise 0."""
@@ -168,8 +180,10 @@ class Session:
         return None if stream.stopped else answer
 
     def _result(self, call: ToolCall) -> str | None:
-        """Get the result of a tool call from the command or the user; None if the user gives no result."""
+        """Get the result of a tool call from an MCP server, the command or the user; None if the user gives none."""
         self.terminal.print_line(f"tool call: {call.name}({call.arguments})")
+        if self.mcp and self.mcp.has(call):
+            return self._mcp_result(self.mcp, call)
         if self.tool_command:
             agreed = self.terminal.ask(f"run {self.tool_command} {call.name}? [y/N] ")
             if agreed is None:
@@ -180,6 +194,26 @@ class Session:
                 self.terminal.note(f"result: {result}")
                 return result
         return self.terminal.ask("result: ")
+
+    def _mcp_result(self, mcp: McpTools, call: ToolCall) -> str | None:
+        """Call an MCP tool if the user agrees; otherwise the user types the result. Ctrl-C cancels the call."""
+        if call.name not in self._trusted:
+            agreed = self.terminal.ask(f"call {call.name}? [y/N/a: always] ")
+            if agreed is None:
+                return None
+            answer = agreed.strip().lower()
+            if answer in ("a", "always"):
+                self._trusted.add(call.name)
+            elif answer not in ("y", "yes"):
+                return self.terminal.ask("result: ")
+        calling = self.portal.start_task_soon(mcp.call, call)
+        with self.terminal.interruptible(lambda: _cancel(calling)), self.terminal.waiting(call.name, SPINNER_DELAY):
+            try:
+                result = calling.result()
+            except CancelledError:
+                result = "Error: the user cancelled this call"
+        self.terminal.note(f"result: {result}")
+        return result
 
     def _note(self, answer: Answer, started: float, first: float, ended: float) -> None:
         tokens = answer.output_tokens

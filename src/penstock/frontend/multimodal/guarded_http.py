@@ -51,14 +51,14 @@ class GuardedBackend(httpcore2.NetworkBackend):
         """Connect, or raise ``ForbiddenAddressError``."""
         if self._domains and host.lower().rstrip(".") not in self._domains:
             raise ForbiddenAddressError(f"{host:.100} is not in allowed_media_domains")
-        address = host if self._domains else _public_address(host, port)
+        address = host if self._domains else public_address(host, port)
         return self._backend.connect_tcp(address, port, timeout, local_address, socket_options)
 
     def connect_unix_socket(self, *args: Any, **kwargs: Any) -> httpcore2.NetworkStream:
         raise ForbiddenAddressError("Unix sockets are not allowed")
 
 
-def _public_address(host: str, port: int) -> str:
+def public_address(host: str, port: int) -> str:
     """Resolve a host to an address. Raises ``ForbiddenAddressError`` unless all its addresses are public."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 CLIENT_DISCONNECTED = Failure(Code.CANCELLED, "the client disconnected")
 SERVER_SENT_EVENTS = b"text/event-stream; charset=utf-8"
 WAITING = b": waiting\n\n"
-"""Comment in a stream whose request waits to continue after the loss of its engine, so that proxies keep it open."""
+"""Comment in a stream whose request waits to continue after the loss of its engine, or for tools of MCP servers:
+proxies keep the connection open, and a client that has disconnected is noticed."""
 COMMENT_INTERVAL = 5.0
 """Seconds between two such comments."""
 DONE = b"data: [DONE]\n\n"
@@ -140,7 +141,7 @@ class Reply(Response):
             watcher.cancel()
 
     def _comment_later(self, send: Send, record: RequestRecord) -> None:
-        """Send ``WAITING`` every ``COMMENT_INTERVAL`` while the request waits for an engine."""
+        """Send ``WAITING`` every ``COMMENT_INTERVAL`` while the request waits for an engine or for tools."""
 
         def comment() -> None:
             if record.is_waiting:

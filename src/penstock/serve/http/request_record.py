@@ -73,10 +73,13 @@ class RequestRecord:
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     """Output so far of each prompt, by index."""
 
+    calls_tools: bool = False
+    """True while tools of MCP servers are called, and the model is not run."""
+
     @property
     def is_waiting(self) -> bool:
-        """True while a prompt waits to continue after the loss of its engine."""
-        return any(output.is_waiting for output in self.outputs.values())
+        """True while a prompt waits to continue after the loss of its engine, or tools are called."""
+        return self.calls_tools or any(output.is_waiting for output in self.outputs.values())
 
     @property
     def sender(self) -> str:

@@ -22,7 +22,7 @@ from penstock.engine.service.client import STOPPING
 from penstock.tracing import start_tracer
 
 from ..app import Storage, build
-from ..dialects import kserve, paddlenlp
+from ..dialects import kserve, paddlenlp, responses
 from ..dialects.openai.batches.routes import Batches
 from ..dialects.openai.batches.worker import BatchWorker
 from ..dialects.responses import Background, Stores
@@ -146,6 +146,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     if storage and len(set(options.api_key)) > 1 and start.number == 0:
         tenants = [storage.usage.public_name(tenant_of(key.encode())) for key in options.api_key]
         logger.info("tenant labels in the metrics, in the order of --api-key: %s", ", ".join(tenants))
+    mcp = responses.McpServers.of(options)
     model_manager = ModelManager(served_models, send)
     repository = kserve.ModelRepository(served_models, model_manager, [paddlenlp.PaddleNLPModel(served_models)])
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
@@ -154,7 +155,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     http = protocol(options.client_timeout, options.max_header_size)
     server = Server(
         uvicorn.Config(
-            build(served_models, repository, health_ports, start.configuration, model_manager.register, storage),
+            build(served_models, repository, health_ports, start.configuration, model_manager.register, storage, mcp),
             http=http,
             ws="none",
             lifespan="off",
@@ -207,6 +208,8 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
             task.cancel()
     if rpc:
         await rpc.stopped()
+    if mcp:
+        await mcp.connections.close()
     await model_manager.close()
     if tracer:
         await asyncio.to_thread(tracer.close)

@@ -21,6 +21,7 @@ from pathlib import Path
 from penstock.config.options import Configuration, ServerOptions
 from penstock.core.errors import invalid
 from penstock.engine.executor.cluster_secret import read_secret
+from penstock.frontend.mcp import check_installed, load_mcp_config
 from penstock.tracing import check as check_tracing
 
 from ..models.messages import ApiProcessStart, Load, ModelEntry, Operate, Register, Unload
@@ -77,6 +78,10 @@ class Supervisor:
         check_certificate(options)
         check_storage(options)
         check_tracing(self._configuration.log)
+        if options.mcp_config:
+            load_mcp_config(options.mcp_config)
+        if options.allow_mcp_urls:
+            check_installed("allow_mcp_urls")
         raise_file_limit()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)

@@ -21,7 +21,7 @@ from .tables import RESPONSE_EVENTS, RESPONSES
 MAX_CHAIN = 1000
 """Maximum number of previous responses in a conversation."""
 PENDING = ("queued", "in_progress")
-ITEM_ID = re.compile(r"(?:rs|msg|fc|in)_(.{1,128})_[0-9]{1,9}")
+ITEM_ID = re.compile(r"(?:rs|msg|fc|in|mcp[lr]?)_(.{1,128})_[0-9]{1,9}")
 """Id of an item; the group is the id of its response without ``resp_``."""
 LOST = {"code": "server_error", "message": "the process that computed the response has ended; send the request again"}
 """Error of a pending response that no process can continue: an earlier version of Penstock has stored no request."""

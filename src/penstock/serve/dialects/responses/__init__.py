@@ -1,5 +1,6 @@
 """OpenAI's Responses and Conversations APIs. Responses and conversations are stored if ``storage_dir`` is set."""
 
 from .background import Background
+from .mcp_servers import McpServers
 from .routes import add_routes
 from .stored import Stores

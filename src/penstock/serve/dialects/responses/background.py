@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
 import msgspec
@@ -21,8 +21,9 @@ from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.unexpected import unexpected
 from penstock.serve.models.served_models import ServedModel, ServedModels, when_loaded
 
+from .document import SECRETS, Document
 from .events import EventLog, Events
-from .handler import Document, ResponseHandler
+from .handler import ResponseHandler
 from .schema import ResponsesRequest, conversation_of
 from .stored import ResponseSaver, Stores
 
@@ -44,8 +45,37 @@ SUSPECT_DELAY = 60.0
 process in a minute, which end the server."""
 STORE_INTERVAL = 0.25
 """Seconds between writes of a stream's events to storage, and between reads by other processes."""
+PURE_TOOLS = ("function", "namespace")
+"""Types of tools that the server does not call."""
+TOOLS_CALLED = (
+    "the process that computed the response has ended, and may have called tools of MCP servers, which are not called "
+    "again: look at their effects, then send the request again"
+)
 RETRY_INTERVAL = 1.0
 """Seconds until a response that another process has begun is tried again if too many requests are open."""
+
+
+class BackgroundHandler(Protocol):
+    """Handler of a response that is computed in the background."""
+
+    @property
+    def model(self) -> str:
+        """Name of the model or adapter used."""
+        ...
+
+    @property
+    def kept_items(self) -> list[Document]:
+        """Output items that the response has if it fails."""
+        ...
+
+    def pending(self, status: str) -> Document:
+        """The response object before there is any output."""
+        ...
+
+    async def computed(self) -> Document:
+        """Generate the output, and return the finished response; with ``stream``, encode its events. Raises
+        ``PenstockError`` if the request fails."""
+        ...
 
 
 @dataclass(eq=False)
@@ -57,6 +87,8 @@ class Job:
     request: ResponsesRequest
     saver: ResponseSaver
     log: EventLog
+    kept_items: list[Document] = field(default_factory=list)
+    """Output items that the response has if it fails."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while events are stored."""
     task: asyncio.Task[None] | None = None
@@ -97,7 +129,7 @@ class Background:
     async def start(
         self,
         service: ServedModel,
-        handler: ResponseHandler,
+        handler: BackgroundHandler,
         saver: ResponseSaver,
         request: ResponsesRequest,
         log: EventLog,
@@ -111,7 +143,7 @@ class Background:
             log: events of the handler, if the request is streamed.
         """
         queued = handler.pending("queued")
-        job = self._jobs[queued["id"]] = Job(queued, request, saver, log)
+        job = self._jobs[queued["id"]] = Job(queued, request, saver, log, handler.kept_items)
         try:
             await saver.add(queued, self._worker, _stored_form(request, handler.model))
         except BaseException:
@@ -245,7 +277,7 @@ class Background:
             del self._jobs[job.name]
             job.log.wake_readers()
 
-    async def _compute(self, job: Job, service: ServedModel, handler: ResponseHandler) -> None:
+    async def _compute(self, job: Job, service: ServedModel, handler: BackgroundHandler) -> None:
         with service.admit():
             if not await self._store.advance(job.saver.owner, self._worker, handler.pending("in_progress")):
                 return
@@ -262,6 +294,8 @@ class Background:
         if stored.deaths >= MAX_DEATHS:
             message = f"{stored.deaths} API processes have ended while they computed this response; it is not continued"
             raise PenstockError(Code.INTERNAL, message)
+        if any(tool.type not in PURE_TOOLS for tool in job.request.tools or []):
+            raise PenstockError(Code.UNAVAILABLE, TOOLS_CALLED)
         size = len(msgspec.json.encode(stored.request))
         record = RequestRecord(job.name, tenant=job.saver.owner)
         while True:
@@ -307,7 +341,7 @@ class Background:
     async def _fail(self, job: Job, failure: Failure) -> None:
         """Store the response as failed, unless it was cancelled or deleted, or another process continues it."""
         error = {"code": "server_error", "message": failure.message}
-        document = job.document | {"status": "failed", "error": error}
+        document = job.document | {"status": "failed", "error": error, "output": job.kept_items}
         if job.request.stream:
             job.log.end("response.failed", response=document)
         try:
@@ -325,10 +359,16 @@ def with_seed(request: ResponsesRequest) -> ResponsesRequest:
 
 
 def _stored_form(request: ResponsesRequest, model: str) -> dict[str, Any]:
-    """The request as a JSON object, with the name of the model that computes it (default models may change)."""
+    """The request as a JSON object, with the name of the model that computes it (default models may change), and
+    without secrets."""
     fields: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(request, model=model))
     if isinstance(fields["input"], list):
         fields["input"] = [_without_nulls(item) for item in fields["input"]]
+    if request.tools:
+        fields["tools"] = [
+            {name: value for name, value in _without_nulls(tool).items() if name not in SECRETS}
+            for tool in fields["tools"]
+        ]
     return _without_nulls(fields)
 
 

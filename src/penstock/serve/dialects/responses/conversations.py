@@ -80,7 +80,7 @@ class ConversationRoutes:
         def prepare() -> list[dict[str, Any]]:
             check_items(resolved)
             documents: list[dict[str, Any]] = msgspec.to_builtins(resolved)
-            return conversation_items([{k: v for k, v in item.items() if v is not None} for item in documents])
+            return conversation_items(documents)
 
         return await asyncio.to_thread(prepare)  # preparing many items is slow
 

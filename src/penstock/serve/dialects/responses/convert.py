@@ -23,6 +23,7 @@ from penstock.serve.chat.request import ROLES, ChatRequest
 from penstock.serve.http.body import check_supported, convert, require
 from penstock.serve.http.unknown_fields import UnknownFields
 
+from .approvals import resolve_approvals
 from .schema import (
     STORED_FIELDS,
     CountTokensRequest,
@@ -38,28 +39,35 @@ T = TypeVar("T", bound=CountTokensRequest)
 
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Type of a text part → field that contains the text."""
+MCP_ITEMS = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response")
+"""Items of MCP servers that are not part of the prompt."""
 CHAT_FIELDS = "stream temperature top_p top_k min_p seed stop ignore_eos cache_salt priority".split()
 """Fields with the same name and meaning in chat requests."""
 BUILT_IN_TOOLS = ("web_search", "web_search_preview")
-"""OpenAI's built-in tools that agents list in every request, to any server. Ignored if the request has other tools."""
+"""OpenAI's built-in tools that agents list in every request, to any server. Ignored if the request has other tools, and
+no MCP server is configured for them."""
 
 
-def read(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, stores: bool) -> T:
+def read(
+    fields: dict[str, Any], schema: type[T], unknown: UnknownFields, stores: bool, hosted: Collection[str] = ()
+) -> T:
     """Convert the JSON object of a request.
 
     Args:
         stores: True if the server stores responses; otherwise ``STORED_FIELDS`` are rejected.
+        hosted: built-in tools of OpenAI for which an MCP server is configured.
 
     Raises ``PenstockError``: ``unsupported`` for unsupported fields, ``invalid`` for wrong values.
     """
     if not stores:
         check_supported(fields, STORED_FIELDS)
     request = convert(fields, schema, unknown)
-    if request.tools and any(tool.type not in BUILT_IN_TOOLS for tool in request.tools):
+    dropped = [name for name in BUILT_IN_TOOLS if name not in hosted]
+    if request.tools and any(tool.type not in dropped for tool in request.tools):
         for i, tool in enumerate(request.tools):
-            if tool.type in BUILT_IN_TOOLS:
+            if tool.type in dropped:
                 unknown.ignore(f"tools[{i}].", tool.type, ("function", "namespace"), "tools[].")
-        request.tools = [tool for tool in request.tools if tool.type not in BUILT_IN_TOOLS]
+        request.tools = [tool for tool in request.tools if tool.type not in dropped]
     return request
 
 
@@ -111,8 +119,9 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
         result["tools"] = [
             function for i, tool in enumerate(request.tools) for function in _functions(tool, f"tools[{i}]")
         ]
-    if isinstance(request.tool_choice, NamedTool):
-        result["tool_choice"] = named_tool(request.tool_choice.name)
+    if isinstance(choice := request.tool_choice, NamedTool):
+        label = choice.server_label if choice.type == "mcp" else None
+        result["tool_choice"] = named_tool(qualified(label, choice.name))
     else:
         result["tool_choice"] = request.tool_choice
     forced_call = result["tool_choice"] not in (None, "auto", "none")  # a forced call has no text to constrain
@@ -139,6 +148,9 @@ def _messages(items: str | list[Item], images: bool) -> list[dict[str, Any]]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
+    items, approved = resolve_approvals(items)
+    if approved:
+        raise invalid("tools", f"have no MCP server {approved[0].label!r:.80}, whose call was approved; add it")
     for i, item in enumerate(items):
         _add(messages, item, f"input[{i}]", images)
     return messages
@@ -169,9 +181,24 @@ def _add(messages: list[dict[str, Any]], item: Item, path: str, images: bool) ->
     elif item.type == "function_call_output":
         content = _content(item.output, f"{path}.output", images)
         messages.append(tool_result(require(item.call_id, f"{path}.call_id"), content))
-    else:
+    elif item.type == "mcp_call":
+        if not _ends_with_assistant(messages):
+            messages.append({"role": "assistant", "content": ""})
+        name, arguments = require(item.name, f"{path}.name"), require(item.arguments, f"{path}.arguments")
+        call = function_call(f"{len(messages):09}", qualified(item.server_label, name), arguments or "{}")
+        messages[-1].setdefault("tool_calls", []).append(call)
+        messages.append(tool_result(call["id"], _mcp_result(item, f"{path}.output")))
+    elif item.type not in MCP_ITEMS:
         message = f"{path}.type: {item.type[:50]} is not supported; use message, reasoning, function_call"
         raise PenstockError(Code.UNSUPPORTED, f"{message} or function_call_output", f"{path}.type")
+
+
+def _mcp_result(item: Item, path: str) -> str:
+    """Text of the result of an ``mcp_call``, for the model."""
+    if item.error:
+        error = item.error if isinstance(item.error, str) else msgspec.json.encode(item.error).decode()
+        return f"Error: {error}"
+    return _text(item.output, path) if item.output is not None else "Error: the call was not completed"
 
 
 def _add_answer(messages: list[dict[str, Any]], text: str) -> None:
@@ -217,6 +244,9 @@ def _functions(tool: Tool, path: str, namespace: str | None = None) -> list[dict
     if tool.type == "namespace" and namespace is None:
         name, functions = require(tool.name, f"{path}.name"), require(tool.tools, f"{path}.tools")
         return [one for i, each in enumerate(functions) for one in _functions(each, f"{path}.tools[{i}]", name)]
+    if tool.type == "mcp":
+        message = f"{path}.type: mcp: this server calls no tools of MCP servers: start it with --mcp-config"
+        raise PenstockError(Code.UNSUPPORTED, message, f"{path}.type")
     if tool.type != "function":
         message = f"{path}.type: {tool.type[:50]} is not supported; use function"
         raise PenstockError(Code.UNSUPPORTED, message, f"{path}.type")

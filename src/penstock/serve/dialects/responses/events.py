@@ -19,6 +19,19 @@ DIFFERENT = (
 )
 
 
+PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+    "mcp_call": "mcp",
+    "mcp_list_tools": "mcpl",
+    "mcp_approval_request": "mcpr",
+    "mcp_approval_response": "mcpa",
+}
+"""Item type → prefix of the ids of such items."""
+
+
 class Events:
     """Encoder of server-sent events with consecutive sequence numbers, from 0."""
 
@@ -119,16 +132,22 @@ class OutputItemStream:
                 "response.output_text.done", content_index=0, text=self._content["text"], logprobs=[]
             )
             events += self._item_event("response.content_part.done", content_index=0, part=self._content)
-        return events + self._event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+        return events + self._item_done()
 
     @property
     def _content(self) -> Item:
         result: Item = self.items[-1]["content"][0]
         return result
 
-    def _item_event(self, kind: str, **fields: Any) -> bytes:
-        """Encode an event of the last item."""
-        return self._event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
+    def _item_event(self, kind: str, index: int = -1, **fields: Any) -> bytes:
+        """Encode an event of an item, by default the last one."""
+        index %= len(self.items)
+        return self._event(kind, item_id=self.items[index]["id"], output_index=index, **fields)
+
+    def _item_done(self, index: int = -1) -> bytes:
+        """Encode the last event of an item, by default the last one."""
+        index %= len(self.items)
+        return self._event("response.output_item.done", output_index=index, item=self.items[index])
 
     def _text(self, part: TextPart) -> bytes:
         events = self._ensure_open("reasoning" if part.kind == "reasoning" else "message")
@@ -149,8 +168,7 @@ class OutputItemStream:
 
     def _begin(self, item: Item, part: Item | None = None) -> bytes:
         ended = self.end()
-        name = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[item["type"]]
-        self.items.append({"id": f"{name}_{self._name}_{len(self.items)}", **item, "status": "in_progress"})
+        self.items.append({"id": self._new_id(item["type"]), **item, "status": "in_progress"})
         if part:
             self.items[-1]["content"] = []
         self._open = True
@@ -158,6 +176,9 @@ class OutputItemStream:
         if part:
             self.items[-1]["content"].append(part)
         return ended + events
+
+    def _new_id(self, kind: str) -> str:
+        return f"{PREFIXES[kind]}_{self._name}_{len(self.items)}"
 
     def _call(self, part: CallDelta) -> bytes:
         events = b""

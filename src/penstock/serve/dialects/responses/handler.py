@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 from uuid import uuid4
-
-import msgspec
 
 from penstock.frontend.outputs import RequestOutput
 from penstock.serve.chat.generation import ChatGeneration
@@ -17,20 +13,13 @@ from penstock.serve.models.served_models import ServedModel
 from penstock.text import ToolCall
 
 from .convert import namespaces, to_chat_request
+from .document import Document, ResponseDocument
 from .events import Events, OutputItemStream, usage_of
-from .schema import ResponsesRequest, conversation_of
-
-Document = dict[str, Any]
-"""A response object of the Responses API."""
-ECHOED_FIELDS = (
-    "instructions max_output_tokens metadata previous_response_id reasoning temperature text tool_choice tools top_p "
-    "user service_tier"
-).split()
-"""Fields of the request that the response repeats."""
+from .schema import ResponsesRequest
 
 
 class ResponseHandler(ChatGeneration):
-    """Handler of one Responses request.
+    """Handler of one Responses request without MCP tools.
 
     Args:
         save: stores the finished response (a ``ResponseSaver``); returns True if the response object was stored.
@@ -52,16 +41,13 @@ class ResponseHandler(ChatGeneration):
         chat = to_chat_request(request, service.template_variables, service.sees_images)
         super().__init__(service, record, chat, size, keeps_body=save is not None)
         self._events = events
-        self._request = msgspec.structs.replace(request, input="")
-        self._name = record.request_id if save is None else uuid4().hex  # a client may reuse a request id
-        self._created = int(time.time())
-        if begun:
-            self._name, self._created = begun["id"].removeprefix("resp_"), begun["created_at"]
-        if request.background:
-            self.call_seed = self._name
         self._save = save
-        self._stores = stores
-        self._items = OutputItemStream(self._name, events.event, namespaces(request.tools))
+        name = begun["id"].removeprefix("resp_") if begun else response_name(record, save is not None)
+        if request.background:
+            self.call_seed = name
+        self._streams = bool(request.stream)
+        self._document = ResponseDocument(request, name, self.model, stores, begun)
+        self._items = OutputItemStream(name, events.event, namespaces(request.tools))
 
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
         return encode(await self._store(self._finished_response(outputs[0])))
@@ -73,10 +59,9 @@ class ResponseHandler(ChatGeneration):
         events += self._items.add(self.delta(completion))
         if not completion.finished:
             return events
-        status = self._status(output)
-        events += self._items.end(self._item_status(output))
-        document = await self._store(self._response(self._items.items, status, output))
-        return events + event(f"response.{status}", response=document)
+        events += self._items.end(item_status(self, output))
+        document = await self._store(self._build(output))
+        return events + event(f"response.{document['status']}", response=document)
 
     async def computed(self) -> Document:
         """Generate the output, and return the finished response. Raises ``PenstockError`` if the request fails.
@@ -84,7 +69,7 @@ class ResponseHandler(ChatGeneration):
         With ``stream`` the events are added to ``events``, one delta per token, so that each process that computes the
         response generates the same events.
         """
-        if not self._request.stream:
+        if not self._streams:
             (output,) = await self.finished()
             return self._finished_response(output)
 
@@ -100,18 +85,22 @@ class ResponseHandler(ChatGeneration):
 
     def _begin(self) -> bytes:
         """Encode the first events."""
-        empty, event = self._response([], "in_progress"), self._events.event
+        empty, event = self.pending("in_progress"), self._events.event
         return event("response.created", response=empty) + event("response.in_progress", response=empty)
 
     def _finished_response(self, output: RequestOutput) -> Document:
-        status = self._status(output)
         self._items.add(self.delta(output.outputs[0]))
-        self._items.end(self._item_status(output))
-        return self._response(self._items.items, status, output)
+        self._items.end(item_status(self, output))
+        return self._build(output)
 
     def pending(self, status: str) -> Document:
         """The response object before there is any output."""
-        return self._response([], status)
+        return self._document.build([], status)
+
+    @property
+    def kept_items(self) -> list[Document]:
+        """Output items that the response has if it fails."""
+        return []
 
     async def _store(self, document: Document) -> Document:
         """Store the finished response if requested; returns it with the field ``store`` set to the result."""
@@ -119,46 +108,31 @@ class ResponseHandler(ChatGeneration):
             document["store"] = await self._save(document)
         return document
 
-    def _status(self, output: RequestOutput) -> str:
-        completion = output.outputs[0]
-        return "incomplete" if completion.finish_reason == "length" or self.cuts_call(completion) else "completed"
-
-    def _item_status(self, output: RequestOutput) -> str:
-        """Status of the last item. A tool call is completed if its arguments are complete."""
-        completion = output.outputs[0]
-        parts = self.message(completion).parts
-        if parts and isinstance(parts[-1], ToolCall) and parts[-1].has_object:
-            return "completed"
-        return self._status(output)
-
-    def _response(self, items: list[Document], status: str, output: RequestOutput | None = None) -> Document:
-        """The response object. ``output`` is the final output; None while the response is in progress."""
-        request = self._request
-        echoed = {name: msgspec.to_builtins(getattr(request, name)) for name in ECHOED_FIELDS}
-        return {
-            "id": f"resp_{self._name}",
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "background": request.background is True,
-            "error": None,
-            "incomplete_details": _incomplete_details(status, output),
-            "model": self.model,
-            "output": items,
-            "usage": usage_of(output) if output else None,
-            **echoed,
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "tool_choice": echoed["tool_choice"] or "auto",
-            "tools": echoed["tools"] or [],
-            "text": echoed["text"] or {"format": {"type": "text"}},
-            "store": self._stores,
-            "conversation": {"id": conversation} if (conversation := conversation_of(request)) else None,
-            "truncation": "disabled",
-        }
+    def _build(self, output: RequestOutput) -> Document:
+        """The finished response object."""
+        status = status_of(self, output)
+        return self._document.build(self._items.items, status, usage_of(output), incomplete_reason(output))
 
 
-def _incomplete_details(status: str, output: RequestOutput | None) -> Document | None:
-    if status != "incomplete":
-        return None
-    has_stopped = output is not None and output.outputs[0].finish_reason == "stop"
-    return {"reason": "stop_sequence" if has_stopped else "max_output_tokens"}
+def response_name(record: RequestRecord, is_stored: bool) -> str:
+    """Id of the response without ``resp_``. A client may reuse a request id, so a stored response has another id."""
+    return uuid4().hex if is_stored else record.request_id
+
+
+def status_of(generation: ChatGeneration, output: RequestOutput) -> str:
+    """Status of a response with this finished output."""
+    completion = output.outputs[0]
+    return "incomplete" if completion.finish_reason == "length" or generation.cuts_call(completion) else "completed"
+
+
+def item_status(generation: ChatGeneration, output: RequestOutput) -> str:
+    """Status of the last item. A tool call is completed if its arguments are complete."""
+    parts = generation.message(output.outputs[0]).parts
+    if parts and isinstance(parts[-1], ToolCall) and parts[-1].has_object:
+        return "completed"
+    return status_of(generation, output)
+
+
+def incomplete_reason(output: RequestOutput) -> str:
+    """Reason of the status ``incomplete``."""
+    return "stop_sequence" if output.outputs[0].finish_reason == "stop" else "max_output_tokens"

@@ -28,10 +28,13 @@ from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from . import conversations
+from .agent import AgentHandler, AgentRequest
 from .background import Background, with_seed
 from .convert import num_characters, read, to_chat_request
 from .events import EventLog, Events
 from .handler import ResponseHandler
+from .mcp_servers import McpServers
+from .mcp_toolset import McpToolset
 from .references import resolve_references
 from .schema import (
     ConversationRequest,
@@ -95,12 +98,16 @@ class ResponsesRoutes:
 
     Args:
         stores: storage of responses and conversations; None: nothing is stored.
+        mcp: MCP servers; None: requests may not use any.
     """
 
-    def __init__(self, served_models: ServedModels, stores: Stores | None, background: Background | None) -> None:
+    def __init__(
+        self, served_models: ServedModels, stores: Stores | None, background: Background | None, mcp: McpServers | None
+    ) -> None:
         self._served_models = served_models
         self._stores = stores
         self._background = background
+        self._mcp = mcp
 
     async def create(self, raw_request: Request) -> Response:
         record, events, stores = record_of(raw_request.scope), Events(), self._stores
@@ -117,7 +124,9 @@ class ResponsesRoutes:
             full_request = with_seed(full_request)
             events = log if request.stream else events
 
-        def handle() -> tuple[int, ResponseHandler]:
+        def handle() -> tuple[int, ResponseHandler | AgentHandler]:
+            if self._mcp and self._mcp.requested(full_request.tools or []):
+                return 0, AgentHandler(service, record, full_request, size, events, self._mcp, saver, stored)
             return 0, ResponseHandler(service, record, full_request, size, events, saver, stored)
 
         handler = await self._served_models.parse(record, size, handle)
@@ -133,13 +142,32 @@ class ResponsesRoutes:
         request, service, size = await self._read(raw_request, CountTokensRequest)
         full_request, size = await self._with_conversation(request, size, record)
 
+        agent = await self._load_tools(full_request, record)
+
         def prompt_of() -> tuple[int, ChatPrompt]:
-            chat = to_chat_request(full_request, service.template_variables, service.sees_images)
+            if agent:
+                chat = agent.chat(service, [])
+            else:
+                chat = to_chat_request(full_request, service.template_variables, service.sees_images)
             service.adapter_of(chat.model)
             return 0, ChatPrompt(service, chat, size, record)
 
         prompt = await self._served_models.parse(record, size, prompt_of)
         return Json({"object": "response.input_tokens", "input_tokens": await prompt.count_tokens()})
+
+    async def _load_tools(self, request: CountTokensRequest, record: RequestRecord) -> AgentRequest | None:
+        """List the MCP tools of a request; returns None if it has none. Raises as ``McpToolset.load``."""
+        requested = self._mcp.requested(request.tools or []) if self._mcp else []
+        if not self._mcp or not requested:
+            return None
+        toolset = McpToolset(requested, self._mcp.connections, span=record.span)
+        agent = AgentRequest(request, toolset)
+        try:
+            for label in agent.unlisted():
+                await toolset.load(label)
+        finally:
+            toolset.close()
+        return agent
 
     async def _read(
         self, raw_request: Request, schema: type[T], error_format: ErrorFormat | None = None
@@ -155,7 +183,8 @@ class ResponsesRoutes:
         record = record_of(raw_request.scope)
 
         def parse(body: bytes) -> tuple[T, ServedModel, int]:
-            request = read(read_object(body), schema, record.unknown, self._stores is not None)
+            hosted = self._mcp.built_in if self._mcp else ()
+            request = read(read_object(body), schema, record.unknown, self._stores is not None, hosted)
             record.error_format = error_format
             service = self._served_models.find(request.model)
             service.gateway.check_characters(num_characters(request))
@@ -240,19 +269,24 @@ def _stream(background: Background, owner: str, name: str, after: int = -1) -> R
 
 
 def add_routes(
-    routes: Routes, served_models: ServedModels, stores: Stores | None, background: Background | None
+    routes: Routes,
+    served_models: ServedModels,
+    stores: Stores | None,
+    background: Background | None,
+    mcp: McpServers | None,
 ) -> None:
     """Add the routes of OpenAI's Responses and Conversations APIs.
 
     Args:
         stores: storage of responses and conversations; None: nothing is stored.
         background: computes responses in the background; None without ``stores``.
+        mcp: MCP servers; None: requests may not use any.
     """
     routes.error_formats.add(ERROR_FORMAT, "/v1/responses")
     failure = reference(ErrorResponse)
     api = DialectRoutes(routes, served_models, schemas=SCHEMAS, prefix=SCHEMA_PREFIX, failure=failure)
-    endpoints = ResponsesRoutes(served_models, stores, background)
-    access, path = Access.PRIVATE if stores else Access.INFERENCE, "/v1/responses"
+    endpoints = ResponsesRoutes(served_models, stores, background, mcp)
+    access, path = Access.PRIVATE if stores or mcp else Access.INFERENCE, "/v1/responses"
     api.post(path, endpoints.create, "Create a response", ResponsesRequest, access=access, streamed=True)
     summary = "Count the input tokens of a response"
     api.post(f"{path}/input_tokens", endpoints.count_input_tokens, summary, CountTokensRequest, access=access)

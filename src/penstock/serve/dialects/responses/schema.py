@@ -44,7 +44,7 @@ class Part(msgspec.Struct, omit_defaults=True):
 
 
 class Item(msgspec.Struct, kw_only=True):
-    """A message, a function call, a function call output, reasoning, or an item reference."""
+    """A message, a function call, a function call output, reasoning, an item reference, or an item of an MCP server."""
 
     type: str = "message"
     role: str | None = None
@@ -54,17 +54,41 @@ class Item(msgspec.Struct, kw_only=True):
     name: str | None = None
     arguments: str | None = None
     output: str | list[Part] | None = None
+    server_label: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Tools of an MCP server (``mcp_list_tools``)."""
+    error: Any = None
+    """Error of an MCP call or list: a text, or an object in responses of OpenAI."""
+    approval_request_id: str | None = None
+    approve: bool | None = None
+    reason: str | None = None
+    """Reason of the user in an ``mcp_approval_response``."""
 
     id: str | None = None
-    """Id of the referenced item in an item reference; otherwise ignored."""
+    """Id of the referenced item in an item reference, or of an approval request; otherwise ignored."""
     status: str | None = None
     summary: list[Any] | None = None
     encrypted_content: str | None = None
     """Ignored, like ``status`` and ``summary``: clients copy these fields from earlier outputs."""
 
 
+class ToolFilter(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Selection of tools of an MCP server: tools that match all fields."""
+
+    tool_names: list[str] | None = None
+    read_only: bool | None = None
+    """Value of the annotation readOnlyHint, which is false if the server does not send it."""
+
+
+class ApprovalFilter(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Tools of an MCP server that need, or do not need, an approval."""
+
+    always: ToolFilter | None = None
+    never: ToolFilter | None = None
+
+
 class Tool(msgspec.Struct, kw_only=True):
-    """A function, or a namespace of functions."""
+    """A function, a namespace of functions, or an MCP server."""
 
     type: str
     name: Annotated[str, msgspec.Meta(pattern=TOOL_NAME)] | None = None
@@ -73,10 +97,25 @@ class Tool(msgspec.Struct, kw_only=True):
     strict: bool | None = None
     tools: list[Tool] | None = None
 
+    server_label: str | None = None
+    """Name of an MCP server: of ``mcp_config``, or any name if there is a URL."""
+    server_url: str | None = None
+    server_description: str | None = None
+    allowed_tools: list[str] | ToolFilter | None = None
+    """Tools that the model may call; absent: all."""
+    require_approval: Literal["always", "never"] | ApprovalFilter | None = None
+    """Tools that are only called after an approval by the client. Default: always."""
+    headers: dict[str, str] | None = None
+    """HTTP headers for the MCP server."""
+    authorization: str | None = None
+    """OAuth access token for the MCP server."""
+    connector_id: str | None = None
 
-class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["function"]
+
+class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    type: Literal["function", "mcp"]
     name: str
+    server_label: str | None = None
 
 
 class Format(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -154,7 +193,7 @@ class ResponsesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=T
     top_logprobs: int | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     max_tool_calls: Count | None = None
-    """Maximum number of calls of built-in tools; ignored, as the server has no built-in tools."""
+    """Maximum number of calls of tools of MCP servers; further calls get an error."""
     metadata: Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None

@@ -13,7 +13,8 @@ import msgspec
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
 
-from .handler import Document
+from .document import Document
+from .events import PREFIXES
 from .schema import CountTokensRequest, Item, conversation_of
 
 if TYPE_CHECKING:  # these modules import optional dependencies
@@ -22,9 +23,6 @@ if TYPE_CHECKING:  # these modules import optional dependencies
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=CountTokensRequest)
-
-PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-"""Item type → prefix of the ids of such items."""
 
 
 class Stores(NamedTuple):
@@ -41,7 +39,7 @@ def input_items(request: CountTokensRequest) -> list[Document]:
         parts = [{"type": "input_text", "text": given}]
         given = [msgspec.convert({"role": "user", "content": parts}, Item)]
     items: list[Document] = msgspec.to_builtins(given)
-    return [{key: value for key, value in item.items() if value is not None and key != "id"} for item in items]
+    return [_without_id(item) for item in items]
 
 
 async def with_conversation(
@@ -130,6 +128,15 @@ class ResponseSaver:
             logger.warning("cannot add the response %s to its conversation: %s", document["id"], error)
 
 
+def _without_id(item: Document) -> Document:
+    """Remove the id of an item, and null fields. The id of an approval request, to which its response refers, becomes
+    the field ``approval_request_id``."""
+    result = {key: value for key, value in item.items() if value is not None and key != "id"}
+    if item.get("type") == "mcp_approval_request" and item.get("id"):
+        result.setdefault("approval_request_id", item["id"])
+    return result
+
+
 def conversation_items(items: list[Document]) -> list[Document]:
     """Complete items for a conversation: add new ids and a status, and convert the content to a list of parts."""
     return [_complete(item) for item in items]
@@ -137,7 +144,7 @@ def conversation_items(items: list[Document]) -> list[Document]:
 
 def _complete(item: Document) -> Document:
     kind = item.get("type", "message")
-    result = {**item, "type": kind, "id": f"{PREFIXES.get(kind, 'item')}_{uuid4().hex}"}
+    result = _without_id(item) | {"type": kind, "id": f"{PREFIXES.get(kind, 'item')}_{uuid4().hex}"}
     result["status"] = item.get("status") or "completed"
     if kind == "reasoning":
         result.setdefault("summary", [])
