@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -46,6 +46,13 @@ LOGPROB_FIELDS = ("logprobs", "prompt_logprobs", "return_context_logits", "retur
 """Fields that request logprobs or logits; rejected with ``enable_logprob`` false."""
 REASONING_LIMITS = ("reasoning_max_tokens", "response_max_tokens")
 """Fields that limit the number of tokens of the reasoning, and of the answer after it."""
+
+STAGES: dict[ReasoningStage, Literal["before", "within", "after"]] = {
+    ReasoningStage.BEFORE: "before",
+    ReasoningStage.WITHIN: "within",
+    ReasoningStage.AFTER: "after",
+}
+"""``EngineRequest.stage`` by stage of the parser."""
 
 
 class InputProcessor:
@@ -105,6 +112,11 @@ class InputProcessor:
     def allows_logprobs(self) -> bool:
         """True if requests may set ``logprobs`` (server option ``enable_logprob``)."""
         return self._options.enable_logprob
+
+    @property
+    def tool_strictness(self) -> Literal["off", "function", "schema"]:
+        """Constraint on the model's tool calls (server option ``tool_strictness``)."""
+        return self._options.tool_strictness
 
     def check_chats(self) -> None:
         """Raise ``PenstockError`` (``unsupported``) if the model does not support chats."""
@@ -212,6 +224,11 @@ class InputProcessor:
         internal_logprobs = sampling.num_returned > sampling.n and sampling.logprobs is None
         if internal_logprobs:
             sampling = sampling.replace(logprobs=0)  # best_of ranks sequences by their logprobs
+        stage: Literal["before", "within", "after"] = "after"
+        if sampling.tool_calls and (prompt.parser_config is None or prompt.parser_config.tools is None):
+            sampling = sampling.replace(tool_calls=None)
+        elif sampling.tool_calls and prompt.parser_config:
+            stage = STAGES[prompt.parser_config.stage]
         reasoning_span = self._reasoning_span(sampling, prompt.parser_config)
         if reasoning_span is None and (limit := sampling.response_max_tokens) is not None:
             sampling = sampling.replace(max_tokens=min(limit, sampling.max_tokens or limit))
@@ -222,6 +239,7 @@ class InputProcessor:
             eos_token_ids=self._defaults.eos_token_ids,
             pooling=pooling,
             reasoning=reasoning_span,
+            stage=stage,
             second_text=prompt.second_text,
             images=prompt.images,
             audio=prompt.audio,
@@ -266,7 +284,7 @@ class InputProcessor:
         assert parser_config and form
         if parser_config.stage is ReasoningStage.AFTER:
             return None
-        calls = sampling.guided_decoding is not None and sampling.guided_decoding.source_field == "tools"
+        calls = sampling.guided_decoding is not None and sampling.guided_decoding.has_tools
         separator = form.before_call if calls else form.before_answer
         between = self.tokenizer.encode(f"{form.end_marker}{separator}", add_special_tokens=False)
         whole = between[0] == end and self.tokenizer.decode(between[1:], skip_special_tokens=False) == separator

@@ -79,6 +79,8 @@ class OutputProcessor:
         if delta.generation_logits is not None:
             output.generation_logits = output.generation_logits or bytearray()
             output.generation_logits += delta.generation_logits
+        if delta.lowered_tools:
+            self.output.lowered_tools = delta.lowered_tools
         if delta.perf is not None:
             output.perf = delta.perf
         stop = None

@@ -71,6 +71,8 @@ async def generate(
             async for output in outputs:
                 record.weights_version = record.weights_version or output.weights_version
                 record.outputs[index] = output
+                for name in output.lowered_tools:
+                    record.tool_levels.setdefault(name, "off" if name == "*" else "function")
                 while num_resumes < len(output.resumes) and output.resumes[num_resumes].continued:
                     resume = output.resumes[num_resumes]
                     num_resumes += 1

@@ -32,6 +32,7 @@ from .structural_tag import (
     TriggeredTagsFormat,
     parse_structural_tag,
 )
+from .token_texts import TokenTexts
 from .vocabulary import load_tokenizer, read_added_tokens, sampled_vocabulary
 
 NUMBER_KEYWORDS = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
@@ -162,7 +163,8 @@ class LLGuidance:
         self.added_tokens = read_added_tokens(vocabulary)
         self._tokenizer = load_tokenizer(vocabulary, vocab_size)
         self.process = CompileProcess(msgspec.json.encode(VocabularyMessage(vocabulary, vocab_size)))
-        self.token_classes = TokenClasses(self._tokenizer)
+        self.texts = TokenTexts(self._tokenizer, self.added_tokens)
+        self.token_classes = TokenClasses(self.texts.all)
 
     def request(self, params: GuidedDecodingParams) -> bytes:
         """Translate a constraint to a request for the compile process. Raises ``UnsupportedError`` if llguidance does
@@ -245,6 +247,8 @@ class _LarkWriter:
         self._params = params
         self._added_tokens = added_tokens
         self._rules: list[str] = []
+        self._alternatives: dict[int, str] = {}
+        """Rule of each format ``or`` that has been written, by ``id``: a format may occur twice."""
 
     def write(self, structure: Format | TriggeredTagsFormat) -> str:
         """Lark grammar of a structural tag."""
@@ -273,7 +277,10 @@ class _LarkWriter:
             case SequenceFormat():
                 return self._sequence(_flatten(part))
             case OrFormat(parts):
-                return self._rule(" | ".join(self._format(inner) or EMPTY for inner in parts))
+                if id(part) not in self._alternatives:
+                    text = " | ".join(self._format(inner) or EMPTY for inner in parts)
+                    self._alternatives[id(part)] = self._rule(text)
+                return self._alternatives[id(part)]
             case RepeatFormat(inner, quantifier):
                 return f"({self._format(inner)}){quantifier}"
         raise AssertionError("a regular expression is a terminal")

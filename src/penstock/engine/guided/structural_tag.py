@@ -2,12 +2,15 @@
 
 A request contains either ``{"structures", "triggers"}``, free text with tagged parts, or ``{"format": …}``, a tree of
 formats, each with a ``type``. Names and fields are those of xgrammar and vLLM.
+
+Structural tags with tool calls also have formats ``fallback``: ``content``, or ``otherwise`` if llguidance cannot
+compile ``content``. They are resolved before a structural tag is parsed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +115,36 @@ def parse_structural_tag(params: GuidedDecodingParams) -> Format | TriggeredTags
     if _depth(fields) > MAX_DEPTH:
         raise UnsupportedError(f"more than {MAX_DEPTH} nested formats")
     return _triggered(fields) if fields.get("type") == "triggered_tags" else _format(fields)
+
+
+def resolve_fallbacks(tag: dict[str, Any], replaced: Collection[str]) -> dict[str, Any]:
+    """Copy a structural tag, with each format ``fallback`` replaced: by its ``otherwise`` if its name is in
+    ``replaced``, else by its ``content``."""
+
+    def resolve(part: Any) -> Any:
+        if isinstance(part, list):
+            return [resolve(inner) for inner in part]
+        if not isinstance(part, dict) or "json_schema" in part:
+            return part
+        if part.get("type") == "fallback":
+            return part["otherwise" if part["name"] in replaced else "content"]
+        return {name: resolve(inner) for name, inner in part.items()}
+
+    resolved: dict[str, Any] = resolve(tag)
+    return resolved
+
+
+def fallbacks(part: Any) -> Iterator[dict[str, Any]]:
+    """Formats ``fallback`` in a structural tag."""
+    if isinstance(part, list):
+        for inner in part:
+            yield from fallbacks(inner)
+    elif isinstance(part, dict) and "json_schema" not in part:
+        if part.get("type") == "fallback":
+            yield part
+            return
+        for inner in part.values():
+            yield from fallbacks(inner)
 
 
 def allows_free_text(params: GuidedDecodingParams) -> bool:

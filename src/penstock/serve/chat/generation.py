@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from penstock.core.errors import invalid
 from penstock.frontend.outputs import CompletionOutput
@@ -16,6 +18,7 @@ from penstock.text import Message, MessagePart, TextPart, ToolCall
 from .prompt import ChatPrompt, memory_of
 from .request import ChatRequest
 from .sampling import chat_sampling, forced_tool_call
+from .tool_calls import constrain_tool_calls
 
 
 @dataclass(slots=True)
@@ -95,9 +98,14 @@ class ChatGeneration(GenerationHandler):
                 message = "cannot be combined with another constraint on the output: remove one of them"
                 raise invalid("tool_choice", message)
             self.sampling = sampling.replace(guided_decoding=constraint)
+        else:
+            self.sampling = constrain_tool_calls(service, request, self.prompt.formats, sampling, record.tool_levels)
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
         prompt = await self.prompt.prompt()
+        if self.sampling.tool_calls and (config := prompt.parser_config) and config.tools and not config.in_channels:
+            config = replace(config, tools=replace(config.tools, constrained=True))
+            prompt = msgspec.structs.replace(prompt, parser_config=config)
         if not self._keeps_body:  # do not keep base64 images while the answer is generated
             self.request.messages = []
             self.record.shrink_memory(memory_of(prompt))

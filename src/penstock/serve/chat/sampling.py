@@ -10,7 +10,7 @@ from penstock.core.errors import invalid
 from penstock.core.guided import check_schema, clean_schema, disallow_additional_properties, schema_to_json
 from penstock.text import ToolCallFormat, forced_call_tag
 
-from .request import ChatRequest, GenerationRequest, JsonSchema, NamedTool, ResponseFormat
+from .request import ChatRequest, Function, GenerationRequest, JsonSchema, NamedTool, ResponseFormat
 
 SHARED_FIELDS = (
     "n best_of use_beam_search length_penalty early_stopping temperature top_p top_k min_p presence_penalty "
@@ -124,12 +124,7 @@ def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -
     known = {}
     for i, tool in enumerate(request.tools or ()):
         field = f"tools[{i}].function.parameters"
-        parameters = {"type": "object"} | clean_schema(field, tool.function.parameters or {})
-        if tool.function.strict:
-            parameters = _restrict(field, {"properties": {}} | parameters)
-        if parameters["type"] != "object":
-            kind = parameters["type"]
-            raise invalid(f"{field}.type", f"must be object for forced tool calls, is {kind!r:.50}")
+        parameters = parameters_of(tool.function, field)
         if tool.function.name in known:
             raise invalid(f"tools[{i}].function.name", f"{tool.function.name!r} is defined twice: use unique names")
         check_schema(field, parameters)
@@ -142,7 +137,24 @@ def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -
     parallel = not forced and request.parallel_tool_calls is not False
     tools = {forced: known[forced]} if forced else known
     assert tool_format, "otherwise the tools would have been rejected"
-    return GuidedDecodingParams(structural_tag=forced_call_tag(tool_format, tools, parallel), source_field="tools")
+    tag = forced_call_tag(tool_format, tools, parallel)
+    return GuidedDecodingParams(structural_tag=tag, source_field="tools", has_tools=True)
+
+
+def parameters_of(function: Function, field: str) -> dict[str, Any]:
+    """Return the schema of a tool's arguments without annotations. Raises ``PenstockError`` (``invalid``) if it is
+    malformed, or no schema of an object.
+
+    Args:
+        field: path of the schema in the request.
+    """
+    parameters = {"type": "object"} | clean_schema(field, function.parameters or {})
+    if function.strict:
+        parameters = _restrict(field, {"properties": {}} | parameters)
+    if parameters["type"] != "object":
+        kind = parameters["type"]
+        raise invalid(f"{field}.type", f"must be object for constrained tool calls, is {kind!r:.50}")
+    return parameters
 
 
 def _from_structured_outputs(request: GenerationRequest) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,6 +50,11 @@ WEIGHTS_HEADER = "x-weights-version"
 """Header of generated answers: version of the model's weights."""
 FINGERPRINT_HEADER = "x-penstock-fingerprint-mismatch"
 """Header of all answers if the fingerprints of instances differ."""
+TOOLS_HEADER = "x-penstock-tool-strictness"
+"""Header of answers with tools whose calls are less constrained than requested: ``name=level``, or ``*=level`` for all
+tools, optionally followed by ``;`` and the field that is the reason."""
+MAX_TOOLS = 32
+"""Maximum number of tools in the header."""
 Refuse = Callable[[Scope, Send], Awaitable[None]]
 QUIET_STATUSES = (200, 304, 503)
 """Statuses of ``PUBLIC_PATHS`` that are logged at level debug."""
@@ -57,6 +62,12 @@ MAX_USER_AGENT = 200
 """Maximum number of characters of a user agent in the log."""
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """Valid ``X-Request-Id``. An invalid id is replaced by a new id."""
+
+
+def levels_header(levels: Mapping[str, str]) -> str:
+    """Value of ``TOOLS_HEADER``."""
+    shown = [f"{name}={level}" for name, level in levels.items()][:MAX_TOOLS]
+    return ", ".join([*shown, "..."] if len(levels) > MAX_TOOLS else shown)
 
 
 class RequestLogMiddleware:
@@ -114,6 +125,8 @@ class RequestLogMiddleware:
                     added.append((WEIGHTS_HEADER.encode(), record.weights_version.encode()))
                 if names := record.unknown.header:
                     added.append((HEADER.encode(), names.encode()))
+                if levels := record.tool_levels:
+                    added.append((TOOLS_HEADER.encode(), levels_header(levels).encode()))
                 if self._fingerprints and len(several := self._fingerprints()) > 1:
                     added.append((FINGERPRINT_HEADER.encode(), ", ".join(several).encode()))
                 message["headers"] = [*message.get("headers", ()), *added]

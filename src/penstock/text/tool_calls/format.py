@@ -33,6 +33,18 @@ class ToolCallFormat(ABC):
     """Texts that must be detokenized even if they are special tokens."""
     allow_unmarked: bool = False
     """True if a call at the beginning of an answer needs no start marker."""
+    unmarked_starts: tuple[str, ...] = ()
+    """Texts before the first name of a call without a start marker."""
+    escape: str = ""
+    """Regular expression for the shortest text, beginning with the first character of ``unmarked_starts``, that cannot
+    be the beginning of a call of a known tool. Its syntax is common to Python and Rust."""
+    answer_start: str = ""
+    """Text before an answer that may also be calls."""
+    single: bool = False
+    """True if the model makes one call at a time."""
+    constrained: bool = False
+    """True if a grammar ensures that calls are well-formed. Then a text that is not the beginning of a call is content,
+    even if it has the parts of a call in another order."""
 
     # Parts of the text of a forced call:
     call_id: tuple[str, int] = ("call_", 24)
@@ -62,6 +74,25 @@ class ToolCallFormat(ABC):
 
         Raises ``PenstockError`` (``unsupported``) if this format cannot enforce the schema.
         """
+
+    @abstractmethod
+    def any_arguments_format(self) -> dict[str, Any]:
+        """Return the structural tag format of arguments that follow no schema."""
+
+    def before_arguments(self) -> dict[str, Any]:
+        """Structural tag format of the text between a call's name and its arguments."""
+        return {"type": "const_string", "value": self.call_start[1]}
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        """Texts that begin a call in an answer."""
+        return self.start_markers
+
+    def heads(self) -> list[str]:
+        """Texts from a trigger to the name of the first call, one for each trigger."""
+        whole = self.prefix + self.call_start[0]
+        unmarked = next((whole[len(one) :] for one in self.start_markers if whole.startswith(one)), whole)
+        return [whole[whole.index(one) :] if one in whole else one + unmarked for one in self.start_markers]
 
     def written_name(self, name: str) -> str:
         """A tool's name as written between the two texts of ``call_start``."""

@@ -13,11 +13,39 @@ from .format import Schemas, ToolCallFormat, ToolCallParser
 from .values import is_beginning, is_text
 
 NAME_AND_ARGUMENTS = re.compile(
-    r'\{\s*("tool_call_id"\s*:\s*"[^"\\]{0,64}"\s*,\s*)?"(tool_)?name"\s*:\s*"(?P<name>([^"\\]|\\.){1,256})"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)'
+    r'\{\s*("tool_call_id"\s*:\s*"[^"\\]{0,64}"\s*,\s*|"type"\s*:\s*"function"\s*,\s*)?"(tool_)?name"\s*:\s*"(?P<name>([^"\\]|\\.){1,256})"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)'
 )
 """Beginning of an object with name and arguments, up to the arguments."""
 MAX_NAME_LENGTH = 512
 """Maximum number of characters between a start marker and the arguments."""
+
+
+def _key_without(names: tuple[str, ...]) -> str:
+    """Regular expression for a quoted key that is none of ``names``."""
+
+    def after(rest: list[str]) -> str:
+        """Expression for the rest of a key, with the closing quote, if the key is not to end with one of ``rest``."""
+        firsts = sorted({name[0] for name in rest if name})
+        other = "".join(map(re.escape, firsts))
+        parts = [rf'([^"\\{other}]|\\.)([^"\\]|\\.)*"', *([] if "" in rest else ['"'])]
+        parts += [re.escape(first) + after([name[1:] for name in rest if name[:1] == first]) for first in firsts]
+        return f"({'|'.join(parts)})"
+
+    return '"' + after(list(names))
+
+
+_STRING = r'"([^"\\]|\\.)*"'
+_BEFORE_NAME = r'\s*("type"\s*:\s*"function"\s*,\s*)?'
+_BEFORE_ARGUMENTS = rf'{_BEFORE_NAME}"name"\s*:\s*{_STRING}\s*,\s*'
+_NO_CALLS = (
+    rf'{_BEFORE_NAME}([^\s"]|{_key_without(("name", "type"))})',
+    rf'\s*"type"\s*:\s*([^\s"]|{_key_without(("function",))})',
+    r'\s*"type"\s*:\s*"function"\s*([^\s,]|,\s*"type")',
+    rf'{_BEFORE_NAME}"name"\s*([^\s:]|:\s*([^\s"]|{_STRING}\s*[^\s,]))',
+    rf'{_BEFORE_ARGUMENTS}([^\s"]|{_key_without(("arguments", "parameters"))})',
+)
+JSON_ESCAPE = rf"\{{({'|'.join(_NO_CALLS)})"
+"""``ToolCallFormat.escape`` of objects with name and arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +75,9 @@ class JSONFormat(ToolCallFormat):
 
     def arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         return {"type": "json_schema", "json_schema": schema, "separators": [", ", ": "]}
+
+    def any_arguments_format(self) -> dict[str, Any]:
+        return self.arguments_format({"type": "object"})
 
     def may_be_name(self, text: str) -> bool:
         """Check whether a text is a prefix of ``name_pattern``: some suffix of an example completes it."""
@@ -114,7 +145,8 @@ class _JSONCallParser(ToolCallParser):
                 self._add_content(self._gap + self._marker + self._held)
                 self._held, self._step = "", self._read_content
             return False
-        call = _call(ahead[: self._scanned])
+        is_call = bool(self._marker or self.calls) or not self._form.constrained
+        call = _call(ahead[: self._scanned]) if is_call else None
         if call is None:
             return self._reject()
         self._start_call(*call)

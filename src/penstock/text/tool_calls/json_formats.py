@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any, ClassVar
 
-from .json_calls import JSONFormat
+from .json_calls import JSON_ESCAPE, JSONFormat
 
 HERMES = JSONFormat(
     parsers=("hermes", "qwen", "ernie", "granite4"),
@@ -26,6 +27,8 @@ LLAMA3_JSON = JSONFormat(
     template_markers=('{"name": function name, "parameters": ',),
     start_markers=("<|python_tag|>", "<|python_start|>"),
     allow_unmarked=True,
+    unmarked_starts=('{"name": ', '{"type": "function", "name": '),
+    escape=JSON_ESCAPE,
     separators=(";",),
     end_markers=("<|python_end|>",),
     marker_tokens=("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
@@ -195,7 +198,26 @@ KIMI_K2 = JSONFormat(
 """``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`` for each call, in a section.
 The text before the arguments is the call's id, which the template needs in later turns: Kimi-K2."""
 
-HARMONY = JSONFormat(
+
+class HarmonyFormat(JSONFormat):
+    """Calls in messages to functions (``text.harmony``)."""
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        return ("to=functions.",)
+
+    def heads(self) -> list[str]:
+        return list(self.triggers)
+
+    def before_arguments(self) -> dict[str, Any]:
+        texts = [f"{channel}{kind}<|message|>" for channel in ("", "<|channel|>commentary") for kind in self.kinds]
+        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
+
+    kinds: ClassVar = (" <|constrain|>json", " json", "")
+    """Texts with the type of the arguments."""
+
+
+HARMONY = HarmonyFormat(
     parsers=("openai",),
     template_markers=("<|channel|>", "<|call|>"),
     start_markers=("<|channel|>commentary to=functions.",),
@@ -203,6 +225,8 @@ HARMONY = JSONFormat(
     marker_tokens=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
     call_start=("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
     separator="<|end|><|start|>assistant",
+    answer_start="<|channel|>final<|message|>",
+    single=True,
 )
 """``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>``: gpt-oss. ``text.harmony`` parses
 the answers."""

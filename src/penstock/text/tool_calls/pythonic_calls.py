@@ -25,12 +25,26 @@ KEY_SO_FAR = re.compile(rf"{SPACE}({KEY_NAME}{SPACE})?", re.ASCII)
 BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
+LIST_ESCAPE = r"\[\s*([A-Za-z0-9_.:/-]{1,128}[^A-Za-z0-9_.:/(-]|[A-Za-z0-9_.:/-]{129}|[^A-Za-z0-9_.:/\s-])"
+"""``ToolCallFormat.escape`` of lists of calls."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PythonicFormat(ToolCallFormat):
     """Python calls with keyword arguments, in a list or one per line. Values are Python or JSON literals."""
 
     in_list: bool = True
     """True if the calls are in brackets."""
+
+    def any_arguments_format(self) -> dict[str, Any]:
+        argument = [
+            {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]{0,127}="},
+            json_format({}, {}),
+        ]
+        one = {"type": "sequence", "elements": argument}
+        more = {"type": "sequence", "elements": [{"type": "const_string", "value": ", "}, one]}
+        elements = [one, {"type": "star", "content": more}]
+        return {"type": "optional", "content": {"type": "sequence", "elements": elements}}
 
     def parser(self, schemas: Schemas) -> ToolCallParser:
         return _PythonicCallParser(self)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from .format import Schemas, ToolCallFormat
 
@@ -38,3 +39,81 @@ def forced_call_tag(form: ToolCallFormat, tools: Schemas, several: bool) -> dict
         {"type": "const_string", "value": form.suffix},
     ]
     return {"format": {"type": "sequence", "elements": elements}}
+
+
+class CallFormat(NamedTuple):
+    """A tool that may be called."""
+
+    name: str
+    arguments: dict[str, Any]
+    """Structural tag format of the arguments."""
+
+
+def call_format(form: ToolCallFormat, name: str, schema: Mapping[str, Any] | None, exact: bool = False) -> CallFormat:
+    """Return the format of a tool's calls.
+
+    Args:
+        schema: JSON Schema of the arguments; None: any arguments.
+        exact: without it, a schema that cannot be enforced is replaced by any arguments.
+
+    Raises ``PenstockError`` (``unsupported``) if the tool call format cannot enforce the schema.
+    """
+    otherwise = form.any_arguments_format()
+    if schema is None:
+        return CallFormat(name, otherwise)
+    content = form.arguments_format(schema)
+    if exact:
+        return CallFormat(name, content)
+    return CallFormat(name, {"type": "fallback", "name": name, "content": content, "otherwise": otherwise})
+
+
+def triggered_call_tag(form: ToolCallFormat, calls: Sequence[CallFormat], several: bool) -> dict[str, Any]:
+    """Return a structural tag for the text from a trigger of the format to the end of the answer: tool calls, or, after
+    the beginning of an unmarked call that is none (``escape``), any text.
+
+    Args:
+        calls: tools that may be called.
+        several: True: one or more calls; False: exactly one call.
+    """
+    heads = [*form.heads(), *form.unmarked_starts]
+    whole = _calls(form, heads, calls, several)
+    if form.unmarked_starts:
+        whole = {"type": "or", "elements": [whole, {"type": "regex", "pattern": f"{form.escape}(?s:.*)"}]}
+    return {"format": whole}
+
+
+def answer_or_calls_tag(
+    form: ToolCallFormat, calls: Sequence[CallFormat], several: bool, answer: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a structural tag for an answer in the format ``answer``, or tool calls; arguments as for
+    ``triggered_call_tag``."""
+    heads = [form.prefix + form.call_start[0]]
+    if form.answer_start:
+        start = {"type": "const_string", "value": form.answer_start}
+        answer = {"type": "sequence", "elements": [start, answer]}
+    return {"format": {"type": "or", "elements": [answer, _calls(form, heads, calls, several)]}}
+
+
+def _calls(form: ToolCallFormat, heads: list[str], calls: Sequence[CallFormat], several: bool) -> dict[str, Any]:
+    """Format of one or more calls. ``heads``: alternative texts before the first name."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": form.written_name(call.name),
+            "content": {"type": "sequence", "elements": [form.before_arguments(), call.arguments]},
+            "end": form.call_end,
+        }
+        for call in calls
+    ]
+    elements = [
+        {"type": "or", "elements": [{"type": "const_string", "value": head} for head in dict.fromkeys(heads)]},
+        {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": form.separator + form.call_start[0],
+            "at_least_one": True,
+            "stop_after_first": form.single or not several,
+        },
+        {"type": "const_string", "value": form.suffix},
+    ]
+    return {"type": "sequence", "elements": elements}

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.text.markers import partial_match_length, split_at_marker
 
-from .forced_values import arguments_sequence, value_format
+from .forced_values import arguments_sequence, text_without, value_format
 from .format import Schemas, ToolCallFormat, ToolCallParser
 from .values import STRING, Types, typed_value, types_of
 
@@ -39,6 +39,19 @@ class XMLFormat(ToolCallFormat):
     """True if one line break before and one line break after a value are not part of the value."""
     line: str = "\n"
     """Text between two elements of a forced call."""
+
+    def any_arguments_format(self) -> dict[str, Any]:
+        begin, key_end = self.parameter
+        before = f"{self.line}{self.value_start}" if self.value_start else ""
+        around = "\n" if self.trim_newlines else ""
+        argument = [
+            {"type": "const_string", "value": begin},
+            {"type": "regex", "pattern": "[^\\s<>\"'=()]{1,128}"},
+            {"type": "const_string", "value": f"{key_end}{before}{around}"},
+            text_without(self.value_end),
+            {"type": "const_string", "value": f"{around}{self.value_end}{self.line}"},
+        ]
+        return {"type": "star", "content": {"type": "sequence", "elements": argument}}
 
     def parser(self, schemas: Schemas) -> ToolCallParser:
         return _XMLCallParser(self, schemas)
