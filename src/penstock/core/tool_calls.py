@@ -17,11 +17,14 @@ class ToolCallParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Constraint on the text from the beginning of the trigger to the end of the answer."""
     triggers: tuple[str, ...]
     """Texts that begin a call. No trigger contains another one."""
-    start_triggers: tuple[str, ...] = ()
-    """Characters that begin a call, or an answer that is no call (``escape``), at the beginning of the answer."""
+    start_trigger: str = ""
+    """Text that begins a call, or an answer that is no call, at the beginning of the answer; empty: none."""
     escape: str = ""
-    """Regular expression for the shortest text after a start trigger that is certainly no call; the text after it is
+    """Regular expression for the shortest text from a start trigger on that is certainly no call. The text after it is
     free again."""
+    unknown: str = ""
+    """Regular expression for the shortest text from a start trigger on that calls an unknown tool, which is an error.
+    """
     reasoning: tuple[str, str] | None = None
     """Texts before and after the reasoning; None: the model has no reasoning."""
     header: tuple[tuple[str, ...], str] | None = None

@@ -247,8 +247,8 @@ class _LarkWriter:
         self._params = params
         self._added_tokens = added_tokens
         self._rules: list[str] = []
-        self._alternatives: dict[int, str] = {}
-        """Rule of each format ``or`` that has been written, by ``id``: a format may occur twice."""
+        self._names: dict[str, str] = {}
+        """Name of each rule by the rest of its text, so that equal rules are written once."""
 
     def write(self, structure: Format | TriggeredTagsFormat) -> str:
         """Lark grammar of a structural tag."""
@@ -260,9 +260,11 @@ class _LarkWriter:
 
     def _rule(self, text: str, attributes: str = "", name: str = "part") -> str:
         """Add a rule (a terminal if ``name`` is in upper case). Returns the rule's unique name."""
-        name = f"{name}_{len(self._rules)}"
-        self._rules.append(f"{name}{attributes}: {text}")
-        return name
+        key = f"{name}{attributes}: {text}"
+        if key not in self._names:
+            self._names[key] = f"{name}_{len(self._rules)}"
+            self._rules.append(f"{self._names[key]}{attributes}: {text}")
+        return self._names[key]
 
     def _format(self, part: Format) -> str:
         """Expression for a format, to use in a rule; adds rules as needed."""
@@ -277,10 +279,7 @@ class _LarkWriter:
             case SequenceFormat():
                 return self._sequence(_flatten(part))
             case OrFormat(parts):
-                if id(part) not in self._alternatives:
-                    text = " | ".join(self._format(inner) or EMPTY for inner in parts)
-                    self._alternatives[id(part)] = self._rule(text)
-                return self._alternatives[id(part)]
+                return self._rule(" | ".join(self._format(inner) or EMPTY for inner in parts))
             case RepeatFormat(inner, quantifier):
                 return f"({self._format(inner)}){quantifier}"
         raise AssertionError("a regular expression is a terminal")

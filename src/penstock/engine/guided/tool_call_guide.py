@@ -66,9 +66,7 @@ class ToolCallGuide(Guide):
         if self._calls:
             if not self._calls.accept_token(token):
                 return False
-            if self._escapable is not None:
-                self._check_escape(self._escapable + self._texts.all[token])
-            return True
+            return self._escapable is None or self._check_escape(self._escapable + self._texts.all[token])
         if trigger := self._scanner.add(token):
             return self._begin(trigger, token)
         return True
@@ -85,9 +83,7 @@ class ToolCallGuide(Guide):
         if rest and not self._feed(self._texts.tokenize(rest)):
             text = self._texts.all[token]
             self._replacement, rest = self._texts.tokenize(text[: len(text) - len(rest)]), b""
-        if trigger.at_start:
-            self._check_escape(trigger.text.encode() + rest)
-        return True
+        return not trigger.at_start or self._check_escape(trigger.text.encode() + rest)
 
     def _feed(self, tokens: list[int]) -> bool:
         """Accept all tokens, or none of them."""
@@ -95,12 +91,18 @@ class ToolCallGuide(Guide):
         valid = self._calls.validate_tokens(tokens) == len(tokens)
         return valid and all([self._calls.accept_token(token) for token in tokens])
 
-    def _check_escape(self, text: bytes) -> None:
-        """Become idle again if ``text``, which began with a start trigger, is certainly no call."""
+    def _check_escape(self, text: bytes) -> bool:
+        """Become idle again if ``text``, which began with a start trigger, is certainly no call. Returns False if it
+        calls an unknown tool."""
         self._escapable = text
         if re.match(self._params.escape.encode(), text, re.DOTALL):
             self._scanner.skip_start(text)
             self._calls = self._escapable = None
+        elif re.match(self._params.unknown.encode(), text, re.DOTALL):
+            message = f"the model has called an unknown tool: {text.decode(errors='replace'):.100}"
+            self._failure = Failure(Code.UNSUPPORTED, message)
+            return False
+        return True
 
     def take_replacement(self) -> list[int]:
         tokens, self._replacement = self._replacement, []

@@ -126,10 +126,9 @@ class ToolCallScanner:
             self._held = b""
             return False
         self._part = Part.ANSWER
-        for trigger in self._params.start_triggers:
-            if ahead.startswith(trigger.encode()):
-                self._held = b""
-                return Trigger(trigger, ahead[len(trigger) :], at_start=True)
+        if (trigger := self._params.start_trigger) and ahead.startswith(trigger.encode()):
+            self._held = b""
+            return Trigger(trigger, ahead[len(trigger) :], at_start=True)
         return True
 
     def _answer(self) -> Trigger | bool:

@@ -70,13 +70,14 @@ def constrain_tool_calls(
             guided_decoding=_answer_or_calls(form, calls, several, answer, sampling.guided_decoding)
         )
     tag = triggered_call_tag(form, calls, several)
-    reasoning = formats.reasoning
+    reasoning, unmarked = formats.reasoning, form.unmarked_calls([call.name for call in calls])
     return sampling.replace(
         tool_calls=ToolCallParams(
             constraint=GuidedDecodingParams(structural_tag=tag, source_field="tools", has_tools=True),
             triggers=form.triggers,
-            start_triggers=tuple({start[0]: None for start in form.unmarked_starts}),
-            escape=form.escape,
+            start_trigger=unmarked.start if unmarked else "",
+            escape=unmarked.escape if unmarked else "",
+            unknown=unmarked.unknown if unmarked else "",
             reasoning=(reasoning.start_marker, reasoning.end_marker) if reasoning and form is not HARMONY else None,
             header=(ENDS, MESSAGE) if form is HARMONY else None,
             required=any(function.strict for function in functions),

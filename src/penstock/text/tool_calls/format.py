@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from penstock.text.markers import split_at_marker
@@ -13,6 +14,37 @@ from penstock.text.message import MessagePart, TextPart, ToolCall
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Tool name → JSON schema of its arguments."""
+
+
+class UnmarkedCalls(NamedTuple):
+    """Regular expressions for the beginning of an answer that may be a call without a start marker. Their syntax is
+    common to Python and Rust."""
+
+    start: str
+    """Character with which the calls begin."""
+    heads: Mapping[str, str]
+    """Tool name → beginning of a call of the tool, up to its arguments."""
+    escape: str
+    """Shortest text that is certainly not the beginning of a call."""
+    unknown: str
+    """Beginning of a call of an unknown tool."""
+
+
+def text_except(texts: Sequence[str], character: Callable[[str], str], end: str) -> str:
+    """Regular expression for a text with ``end`` after it, except for the texts ``texts``.
+
+    Args:
+        character: returns the expression for a character of the text that is not in the argument.
+        end: expression that does not begin with a character of the text.
+    """
+
+    def after(rest: Sequence[str]) -> str:
+        firsts = sorted({text[0] for text in rest if text})
+        parts = [f"{character(''.join(firsts))}({character('')})*{end}", *([] if "" in rest else [end])]
+        parts += [re.escape(first) + after([text[1:] for text in rest if text[:1] == first]) for first in firsts]
+        return f"({'|'.join(parts)})"
+
+    return after(texts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +65,6 @@ class ToolCallFormat(ABC):
     """Texts that must be detokenized even if they are special tokens."""
     allow_unmarked: bool = False
     """True if a call at the beginning of an answer needs no start marker."""
-    unmarked_starts: tuple[str, ...] = ()
-    """Texts before the first name of a call without a start marker."""
-    escape: str = ""
-    """Regular expression for the shortest text, beginning with the first character of ``unmarked_starts``, that cannot
-    be the beginning of a call of a known tool. Its syntax is common to Python and Rust."""
     answer_start: str = ""
     """Text before an answer that may also be calls."""
     single: bool = False
@@ -82,6 +109,10 @@ class ToolCallFormat(ABC):
     def before_arguments(self) -> dict[str, Any]:
         """Structural tag format of the text between a call's name and its arguments."""
         return {"type": "const_string", "value": self.call_start[1]}
+
+    def unmarked_calls(self, names: Sequence[str]) -> UnmarkedCalls | None:
+        """Return the patterns of calls of these tools without a start marker; None if calls need a start marker."""
+        return None
 
     @property
     def triggers(self) -> tuple[str, ...]:

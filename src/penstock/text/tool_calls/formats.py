@@ -7,7 +7,7 @@ from dataclasses import replace
 from . import json_formats
 from .format import ToolCallFormat
 from .json_formats import HARMONY as HARMONY
-from .pythonic_calls import LIST_ESCAPE, PythonicFormat
+from .pythonic_calls import PythonicFormat
 from .xml_calls import XMLFormat
 
 QWEN3_CODER = XMLFormat(
@@ -92,8 +92,6 @@ PYTHONIC = PythonicFormat(
     end_markers=("<|python_end|>",),
     marker_tokens=("<|python_start|>", "<|python_end|>", "<|python_tag|>"),
     allow_unmarked=True,
-    unmarked_starts=("[",),
-    escape=LIST_ESCAPE,
     prefix="[",
     call_start=("", "("),
     call_end=")",
@@ -110,8 +108,6 @@ OLMO3 = replace(
     end_markers=("</function_calls>",),
     marker_tokens=("<function_calls>", "</function_calls>"),
     allow_unmarked=False,
-    unmarked_starts=(),
-    escape="",
     in_list=False,
     prefix="<function_calls>",
     separator="\n",
@@ -127,8 +123,6 @@ LFM2 = replace(
     end_markers=("<|tool_call_end|>",),
     marker_tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
     allow_unmarked=False,
-    unmarked_starts=(),
-    escape="",
     prefix="<|tool_call_start|>[",
     suffix="]<|tool_call_end|>",
 )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .brace_scanner import BraceScanner
-from .format import Schemas, ToolCallFormat, ToolCallParser
+from .format import Schemas, ToolCallFormat, ToolCallParser, UnmarkedCalls, text_except
 from .values import is_beginning, is_text
 
 NAME_AND_ARGUMENTS = re.compile(
@@ -20,32 +20,33 @@ MAX_NAME_LENGTH = 512
 """Maximum number of characters between a start marker and the arguments."""
 
 
-def _key_without(names: tuple[str, ...]) -> str:
-    """Regular expression for a quoted key that is none of ``names``."""
-
-    def after(rest: list[str]) -> str:
-        """Expression for the rest of a key, with the closing quote, if the key is not to end with one of ``rest``."""
-        firsts = sorted({name[0] for name in rest if name})
-        other = "".join(map(re.escape, firsts))
-        parts = [rf'([^"\\{other}]|\\.)([^"\\]|\\.)*"', *([] if "" in rest else ['"'])]
-        parts += [re.escape(first) + after([name[1:] for name in rest if name[:1] == first]) for first in firsts]
-        return f"({'|'.join(parts)})"
-
-    return '"' + after(list(names))
-
-
 _STRING = r'"([^"\\]|\\.)*"'
-_BEFORE_NAME = r'\s*("type"\s*:\s*"function"\s*,\s*)?'
-_BEFORE_ARGUMENTS = rf'{_BEFORE_NAME}"name"\s*:\s*{_STRING}\s*,\s*'
-_NO_CALLS = (
-    rf'{_BEFORE_NAME}([^\s"]|{_key_without(("name", "type"))})',
-    rf'\s*"type"\s*:\s*([^\s"]|{_key_without(("function",))})',
-    r'\s*"type"\s*:\s*"function"\s*([^\s,]|,\s*"type")',
-    rf'{_BEFORE_NAME}"name"\s*([^\s:]|:\s*([^\s"]|{_STRING}\s*[^\s,]))',
-    rf'{_BEFORE_ARGUMENTS}([^\s"]|{_key_without(("arguments", "parameters"))})',
-)
-JSON_ESCAPE = rf"\{{({'|'.join(_NO_CALLS)})"
-"""``ToolCallFormat.escape`` of objects with name and arguments."""
+_BEFORE_NAME = r'\{\s*("type"\s*:\s*"function"\s*,\s*)?'
+
+
+def _string_except(texts: Sequence[str]) -> str:
+    """Regular expression for a JSON string, except for ``texts``."""
+    return '"' + text_except(texts, lambda excluded: rf'([^"\\{re.escape(excluded)}]|\\.)', '"')
+
+
+def unmarked_objects(names: Sequence[str]) -> UnmarkedCalls:
+    """Patterns of calls that are objects with name and arguments."""
+    before_name = rf'{_BEFORE_NAME}"name"\s*:\s*'
+    arguments = r'\s*,\s*"(arguments|parameters)"'
+    no_calls = (
+        rf'{_BEFORE_NAME}([^\s"]|{_string_except(("name", "type"))})',
+        rf'\{{\s*"type"\s*:\s*([^\s"]|{_string_except(("function",))})',
+        r'\{\s*"type"\s*:\s*"function"\s*([^\s,]|,\s*"type")',
+        rf'{_BEFORE_NAME}"name"\s*([^\s:]|:\s*([^\s"]|{_STRING}\s*[^\s,]))',
+        rf'{before_name}{_STRING}\s*,\s*([^\s"]|{_string_except(("arguments", "parameters"))})',
+        rf"{before_name}{_string_except(names)}{arguments}\s*([^\s:]|:\s*[^\s{{])",
+    )
+    return UnmarkedCalls(
+        start="{",
+        heads={name: rf'{before_name}"{re.escape(name)}"{arguments}\s*:\s*' for name in names},
+        escape=f"({'|'.join(no_calls)})",
+        unknown=rf"{before_name}{_string_except(names)}{arguments}\s*:\s*\{{",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,9 @@ class JSONFormat(ToolCallFormat):
 
     def arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         return {"type": "json_schema", "json_schema": schema, "separators": [", ", ": "]}
+
+    def unmarked_calls(self, names: Sequence[str]) -> UnmarkedCalls | None:
+        return unmarked_objects(names) if self.allow_unmarked else None
 
     def any_arguments_format(self) -> dict[str, Any]:
         return self.arguments_format({"type": "object"})

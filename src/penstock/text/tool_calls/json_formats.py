@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from .json_calls import JSON_ESCAPE, JSONFormat
+from .json_calls import JSONFormat
 
 HERMES = JSONFormat(
     parsers=("hermes", "qwen", "ernie", "granite4"),
@@ -27,8 +27,6 @@ LLAMA3_JSON = JSONFormat(
     template_markers=('{"name": function name, "parameters": ',),
     start_markers=("<|python_tag|>", "<|python_start|>"),
     allow_unmarked=True,
-    unmarked_starts=('{"name": ', '{"type": "function", "name": '),
-    escape=JSON_ESCAPE,
     separators=(";",),
     end_markers=("<|python_end|>",),
     marker_tokens=("<|python_tag|>", "<|python_start|>", "<|python_end|>"),

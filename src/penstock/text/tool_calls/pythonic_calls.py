@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import string
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .forced_values import arguments_sequence, json_format
-from .format import Schemas, ToolCallFormat, ToolCallParser
+from .format import Schemas, ToolCallFormat, ToolCallParser, UnmarkedCalls, text_except
 from .values import literal
 
 NAME = r"[\w.:/-]{1,128}"
@@ -25,8 +26,28 @@ KEY_SO_FAR = re.compile(rf"{SPACE}({KEY_NAME}{SPACE})?", re.ASCII)
 BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
-LIST_ESCAPE = r"\[\s*([A-Za-z0-9_.:/-]{1,128}[^A-Za-z0-9_.:/(-]|[A-Za-z0-9_.:/-]{129}|[^A-Za-z0-9_.:/\s-])"
-"""``ToolCallFormat.escape`` of lists of calls."""
+NAME_CHARACTERS = string.ascii_letters + string.digits + "_.:/-"
+
+
+def _name_character(excluded: str) -> str:
+    return f"[{re.escape(''.join(char for char in NAME_CHARACTERS if char not in excluded))}]"
+
+
+def unmarked_lists(names: Sequence[str]) -> UnmarkedCalls:
+    """Patterns of calls that are lists in Python syntax."""
+    one = _name_character("")
+    unknown = r"\[\s*" + text_except(names, _name_character, r"\(\s*")
+    key = r"[^\s<>\"'=(),\[\]{}]{1,128}"
+    no_calls = (
+        rf"\[\s*([^\s{one[1:-1]}]|{one}+[^({one[1:-1]}])",
+        rf"{unknown}([<>\"'=(,\[\]{{}}]|{key}\s*([<>\"'(),\[\]{{}}]|==)|{key}\s+[^\s<>\"'=(),\[\]{{}}])",
+    )
+    return UnmarkedCalls(
+        start="[",
+        heads={name: rf"\[\s*{re.escape(name)}\(" for name in names},
+        escape=f"({'|'.join(no_calls)})",
+        unknown=rf"{unknown}(\)|{key}\s*=[^=])",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +56,9 @@ class PythonicFormat(ToolCallFormat):
 
     in_list: bool = True
     """True if the calls are in brackets."""
+
+    def unmarked_calls(self, names: Sequence[str]) -> UnmarkedCalls | None:
+        return unmarked_lists(names) if self.allow_unmarked else None
 
     def any_arguments_format(self) -> dict[str, Any]:
         argument = [

@@ -69,17 +69,27 @@ def call_format(form: ToolCallFormat, name: str, schema: Mapping[str, Any] | Non
 
 def triggered_call_tag(form: ToolCallFormat, calls: Sequence[CallFormat], several: bool) -> dict[str, Any]:
     """Return a structural tag for the text from a trigger of the format to the end of the answer: tool calls, or, after
-    the beginning of an unmarked call that is none (``escape``), any text.
+    the beginning of an unmarked call that is none or that names an unknown tool, any text.
 
     Args:
         calls: tools that may be called.
         several: True: one or more calls; False: exactly one call.
     """
-    heads = [*form.heads(), *form.unmarked_starts]
-    whole = _calls(form, heads, calls, several)
-    if form.unmarked_starts:
-        whole = {"type": "or", "elements": [whole, {"type": "regex", "pattern": f"{form.escape}(?s:.*)"}]}
-    return {"format": whole}
+    marked = _calls(form, form.heads(), calls, several)
+    unmarked = form.unmarked_calls([call.name for call in calls])
+    if not unmarked:
+        return {"format": marked}
+    first = [
+        {"type": "sequence", "elements": [_regex(unmarked.heads[call.name]), call.arguments, _text(form.call_end)]}
+        for call in calls
+    ]
+    elements: list[dict[str, Any]] = [{"type": "or", "elements": first}]
+    if several:
+        following = [_text(form.separator + form.call_start[0]), {"type": "or", "elements": _tags(form, calls)}]
+        elements.append({"type": "star", "content": {"type": "sequence", "elements": following}})
+    elements.append(_text(form.suffix))
+    texts = [_regex(f"{beginning}(?s:.*)") for beginning in (unmarked.escape, unmarked.unknown)]
+    return {"format": {"type": "or", "elements": [marked, {"type": "sequence", "elements": elements}, *texts]}}
 
 
 def answer_or_calls_tag(
@@ -96,7 +106,23 @@ def answer_or_calls_tag(
 
 def _calls(form: ToolCallFormat, heads: list[str], calls: Sequence[CallFormat], several: bool) -> dict[str, Any]:
     """Format of one or more calls. ``heads``: alternative texts before the first name."""
-    tags = [
+    elements = [
+        {"type": "or", "elements": list(map(_text, dict.fromkeys(heads)))},
+        {
+            "type": "tags_with_separator",
+            "tags": _tags(form, calls),
+            "separator": form.separator + form.call_start[0],
+            "at_least_one": True,
+            "stop_after_first": form.single or not several,
+        },
+        _text(form.suffix),
+    ]
+    return {"type": "sequence", "elements": elements}
+
+
+def _tags(form: ToolCallFormat, calls: Sequence[CallFormat]) -> list[dict[str, Any]]:
+    """Formats of the calls from the name on."""
+    return [
         {
             "type": "tag",
             "begin": form.written_name(call.name),
@@ -105,15 +131,11 @@ def _calls(form: ToolCallFormat, heads: list[str], calls: Sequence[CallFormat], 
         }
         for call in calls
     ]
-    elements = [
-        {"type": "or", "elements": [{"type": "const_string", "value": head} for head in dict.fromkeys(heads)]},
-        {
-            "type": "tags_with_separator",
-            "tags": tags,
-            "separator": form.separator + form.call_start[0],
-            "at_least_one": True,
-            "stop_after_first": form.single or not several,
-        },
-        {"type": "const_string", "value": form.suffix},
-    ]
-    return {"type": "sequence", "elements": elements}
+
+
+def _text(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def _regex(pattern: str) -> dict[str, Any]:
+    return {"type": "regex", "pattern": pattern}
