@@ -2,7 +2,7 @@
 
 The checkpoint tests how clients handle replies, especially tool calls, which a model with random weights does not
 generate. The output of its layer is zero, so the next token depends only on the last token. The chunks of each reply
-are added tokens that form a chain. The chat template ends the prompt with the first token of a chain, chosen by the
+are tokens that form a chain. The chat template ends the prompt with the first token of a chain, chosen by the
 number of tool results since the last user message.
 """
 
@@ -14,9 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from penstock import demo
 
@@ -61,18 +63,31 @@ def scripted_model(folder: Path, *replies: str, max_model_len: int = 1 << 18) ->
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo.CHAT)
     end = int(tokenizer.eos_token_id)
     seen: set[str] = set(tokenizer.get_vocab())
-    chains: list[list[int]] = []
-    for number, reply in enumerate(replies):
-        chain = [f"<|reply_{number}|>", *_chunks(reply, seen)]
-        tokenizer.add_tokens([AddedToken(chain[0], special=True, normalized=False)])
-        tokenizer.add_tokens([AddedToken(chunk, normalized=False) for chunk in chain[1:]])
-        chains.append([*tokenizer.convert_tokens_to_ids(chain), end])
+    starts = [f"<|reply_{number}|>" for number in range(len(replies))]
+    tokenizer.add_tokens([AddedToken(start, special=True, normalized=False) for start in starts])
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    # A grammar would not accept a marker in pieces if it were an added token.
+    content["added_tokens"] = [token for token in content["added_tokens"] if "tool_call" not in token["content"]]
+    ids: dict[str, int] = content["model"]["vocab"]
+    letters, chains, following = bytes_to_unicode(), list[list[int]](), len(tokenizer)
+    for start, reply in zip(starts, replies, strict=True):
+        chain = [int(tokenizer.convert_tokens_to_ids(start))]
+        for chunk in _chunks(reply, seen):
+            ids["".join(letters[byte] for byte in chunk.encode())] = following
+            chain.append(following)
+            following += 1
+        chains.append([*chain, end])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(content)),
+        eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.pad_token,
+    )
     tokenizer.chat_template = TEMPLATE.replace("LAST", str(len(replies) - 1))
 
     followers = [pair for chain in chains for pair in pairwise(chain)]
     size = -(-(len(followers) + 1) // 64) * 64
     config = Qwen3Config(
-        vocab_size=-(-len(tokenizer) // 64) * 64,
+        vocab_size=-(-following // 64) * 64,
         hidden_size=size,
         intermediate_size=64,
         num_hidden_layers=1,
@@ -92,9 +107,9 @@ def scripted_model(folder: Path, *replies: str, max_model_len: int = 1 << 18) ->
             weight.zero_()
         embedding[:, 0] = 1
         head[end, 0] = 1
-        for direction, (token, following) in enumerate(followers, 1):
+        for direction, (token, next_token) in enumerate(followers, 1):
             embedding[token] = 0
-            embedding[token, direction] = head[following, direction] = 1
+            embedding[token, direction] = head[next_token, direction] = 1
         head *= 8
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
