@@ -105,7 +105,11 @@ def malformed(message: dict[str, Any], finish: str, tools: dict[str, Any], form:
     content = message.get("content") or ""
     if form is not HARMONY and any(marker in content for marker in form.start_markers):
         return f"call as content {content!r}"
-    if form.unmarked_calls(NAMES) and not calls and content.lstrip().startswith(("[get", '{"name": "get_weather", "par')):
+    if (
+        form.unmarked_calls(NAMES)
+        and not calls
+        and content.lstrip().startswith(("[get", '{"name": "get_weather", "par'))
+    ):
         return f"call as content {content!r}"
     return "" if (finish == "tool_calls") == bool(calls) or finish == "length" else f"finish_reason {finish}"
 

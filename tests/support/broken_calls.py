@@ -12,7 +12,23 @@ from penstock.text.tool_calls.pythonic_calls import PythonicFormat
 from penstock.text.tool_calls.xml_calls import XMLFormat
 
 Schema = dict[str, Any]
-WORDS = ["Paris", "x", "", "日本", "é\u0301", 'say "hi"', "a\\b", "line\nbreak", "5", "null", "{", "}", "</", "😀", "a, b)"]
+WORDS = [
+    "Paris",
+    "x",
+    "",
+    "日本",
+    "é\u0301",
+    'say "hi"',
+    "a\\b",
+    "line\nbreak",
+    "5",
+    "null",
+    "{",
+    "}",
+    "</",
+    "😀",
+    "a, b)",
+]
 VALUES: list[Any] = [*WORDS, 5, -1, 3.5, True, None, [1, "a"], {"city": 5}, [], {}]
 
 
@@ -114,7 +130,14 @@ def _mutated(text: str, form: ToolCallFormat, rng: random.Random) -> str:
         case "drop":
             return text[:at] + text[at + rng.randint(1, 4) :]
         case "marker":
-            markers = (*form.start_markers, *form.end_markers, *form.marker_tokens, form.call_end, "<think>", "<|im_end|>")
+            markers = (
+                *form.start_markers,
+                *form.end_markers,
+                *form.marker_tokens,
+                form.call_end,
+                "<think>",
+                "<|im_end|>",
+            )
             return text[:at] + rng.choice(markers) + text[at:]
         case "space":
             return text.replace(" ", rng.choice(["", "  ", "\n"]), 3)

@@ -70,7 +70,8 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
     def __post_init__(self) -> None:
         limit = MAX_TOOL_CHARACTERS if self.has_tools else MAX_CHARACTERS
         for name, field in (("json", "guided_json"), ("structural_tag", "structural_tag")):
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None and not (self.has_tools and isinstance(value, str)):  # decoded: checked already
                 text = schema_to_json(self.source_field or field, value, name == "json", limit)
                 msgspec.structs.force_setattr(self, name, text)
         given = self._given

@@ -7,6 +7,17 @@ import msgspec
 from .guided import GuidedDecodingParams
 
 
+class MessageHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Texts around the header of a message, if an answer consists of messages."""
+
+    starts: tuple[str, ...]
+    """Texts that end a message, and begin the header of the next one."""
+    first_starts: tuple[str, ...]
+    """Texts with which the header of the first message begins."""
+    end: str
+    """Text between a header and the message's text."""
+
+
 class ToolCallParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A constraint on the tool calls of an answer that may also be text.
 
@@ -27,14 +38,13 @@ class ToolCallParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
     reasoning: tuple[str, str] | None = None
     """Texts before and after the reasoning; None: the model has no reasoning."""
-    header: tuple[tuple[str, ...], str] | None = None
-    """If triggers count only in the headers of messages (Harmony): texts that begin a header, and the text that ends
-    it."""
+    header: MessageHeader | None = None
+    """Headers of messages, if triggers count only in headers (Harmony)."""
     required: bool = False
     """Fail without a grammar, instead of generating unconstrained calls."""
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that are searched for in the output."""
-        header = (*self.header[0], self.header[1]) if self.header else ()
-        return (*self.triggers, *(self.reasoning or ()), *header)
+        header = (*self.header.starts, *self.header.first_starts, self.header.end) if self.header else ()
+        return tuple(dict.fromkeys((*self.triggers, *(self.reasoning or ()), *header)))

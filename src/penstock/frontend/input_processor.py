@@ -34,6 +34,7 @@ from .multimodal.python import python_sources
 from .output_processor import OutputProcessor
 from .pooling_config import PoolerConfig, read_pooler
 from .prompts import Messages, Prompt, TokenizedPrompt
+from .tool_calls import ToolStrictness, with_constrained_calls
 
 if TYPE_CHECKING:  # the module imports NumPy
     from .speech.processor import SpeechProcessor
@@ -114,7 +115,7 @@ class InputProcessor:
         return self._options.enable_logprob
 
     @property
-    def tool_strictness(self) -> Literal["off", "function", "schema"]:
+    def tool_strictness(self) -> ToolStrictness:
         """Constraint on the model's tool calls (server option ``tool_strictness``)."""
         return self._options.tool_strictness
 
@@ -224,11 +225,9 @@ class InputProcessor:
         internal_logprobs = sampling.num_returned > sampling.n and sampling.logprobs is None
         if internal_logprobs:
             sampling = sampling.replace(logprobs=0)  # best_of ranks sequences by their logprobs
-        stage: Literal["before", "within", "after"] = "after"
-        if sampling.tool_calls and (prompt.parser_config is None or prompt.parser_config.tools is None):
-            sampling = sampling.replace(tool_calls=None)
-        elif sampling.tool_calls and prompt.parser_config:
-            stage = STAGES[prompt.parser_config.stage]
+        parser_config, stage = prompt.parser_config, STAGES[ReasoningStage.AFTER]
+        if sampling.tool_calls and parser_config:
+            parser_config, stage = with_constrained_calls(parser_config), STAGES[parser_config.stage]
         reasoning_span = self._reasoning_span(sampling, prompt.parser_config)
         if reasoning_span is None and (limit := sampling.response_max_tokens) is not None:
             sampling = sampling.replace(max_tokens=min(limit, sampling.max_tokens or limit))
@@ -249,7 +248,7 @@ class InputProcessor:
             _checked(request) if self._check_types else request,
             prompt.text,
             self.tokenizer if sampling.detokenize else None,
-            prompt.parser_config,
+            parser_config,
             with_logprobs=not internal_logprobs,
         )
 

@@ -22,6 +22,7 @@ from .compile_process import CompileProcess
 from .errors import UnsupportedError, one_line
 from .llguidance_process import VocabularyMessage, compile_grammar
 from .structural_tag import (
+    AnyOrderFormat,
     ConstStringFormat,
     Format,
     JSONSchemaFormat,
@@ -282,7 +283,29 @@ class _LarkWriter:
                 return self._rule(" | ".join(self._format(inner) or EMPTY for inner in parts))
             case RepeatFormat(inner, quantifier):
                 return f"({self._format(inner)}){quantifier}"
+            case AnyOrderFormat():
+                return self._any_order(part)
         raise AssertionError("a regular expression is a terminal")
+
+    def _any_order(self, part: AnyOrderFormat) -> str:
+        """Expression for parts in any order, with one rule for each set of parts that may follow."""
+        first = list(map(self._format, part.parts))
+        following = first
+        if part.separator:
+            separator = ConstStringFormat(part.separator)
+            following = [self._format(SequenceFormat((separator, one))) for one in part.parts]
+        rules: dict[frozenset[int], str] = {}
+
+        def rest(left: frozenset[int], elements: list[str]) -> str:
+            ends = [] if any(part.required[i] for i in left) else [EMPTY]
+            return self._rule(" | ".join([f"{elements[i]} {after(left - {i})}" for i in sorted(left)] + ends))
+
+        def after(left: frozenset[int]) -> str:
+            if left not in rules:
+                rules[left] = rest(left, following) if left else EMPTY
+            return rules[left]
+
+        return rest(frozenset(range(len(first))), first)
 
     def _sequence(self, parts: list[Format]) -> str:
         """Expression for consecutive formats, with adjacent terminals merged."""
@@ -308,7 +331,7 @@ class _LarkWriter:
             case RegexFormat(pattern):
                 quoted: str = json.loads(grammar_from("regex", pattern))["grammars"][0]["lark_grammar"]
                 return quoted.removeprefix("start: ")
-            case JSONSchemaFormat():
+            case JSONSchemaFormat() | AnyOrderFormat():
                 return None
             case SequenceFormat(parts):
                 inner = [self._terminal(one) for one in parts]

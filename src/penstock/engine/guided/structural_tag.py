@@ -21,6 +21,8 @@ from .errors import UnsupportedError
 
 MAX_DEPTH = 32
 """Maximum depth of nested formats."""
+MAX_ORDERED = 8
+"""Maximum number of elements in any order; a grammar has a rule for each subset of them."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,16 @@ class RepeatFormat:
 
 
 @dataclass(frozen=True)
+class AnyOrderFormat:
+    """Each of several formats at most once, in any order."""
+
+    parts: tuple[Format, ...]
+    required: tuple[bool, ...]
+    """True for each part that must occur."""
+    separator: str
+
+
+@dataclass(frozen=True)
 class TagFormat:
     """A tagged part of free text: begin text, content, end text."""
 
@@ -94,7 +106,7 @@ class TriggeredTagsFormat:
     tags: tuple[TagFormat, ...]
 
 
-Format = ConstStringFormat | JSONSchemaFormat | RegexFormat | SequenceFormat | OrFormat | RepeatFormat
+Format = ConstStringFormat | JSONSchemaFormat | RegexFormat | SequenceFormat | OrFormat | RepeatFormat | AnyOrderFormat
 """Formats that may be nested."""
 
 
@@ -175,7 +187,7 @@ def _schemas(part: Format | TriggeredTagsFormat, before: str) -> list[tuple[str,
                     before = inner.text or before
                 found += _schemas(inner, before)
             return found
-        case OrFormat(parts):
+        case OrFormat(parts) | AnyOrderFormat(parts):
             return [one for inner in parts for one in _schemas(inner, before)]
         case RepeatFormat(inner):
             return _schemas(inner, before)
@@ -187,7 +199,7 @@ def _schemas(part: Format | TriggeredTagsFormat, before: str) -> list[tuple[str,
 def _has_free_text(part: Format | TriggeredTagsFormat) -> bool:
     """True if a format contains a regular expression or triggered tags."""
     match part:
-        case SequenceFormat(parts) | OrFormat(parts):
+        case SequenceFormat(parts) | OrFormat(parts) | AnyOrderFormat(parts):
             return any(map(_has_free_text, parts))
         case RepeatFormat(inner):
             return _has_free_text(inner)
@@ -248,7 +260,8 @@ def _format(fields: dict[str, Any]) -> Format:
     if kind == "triggered_tags":
         raise UnsupportedError("triggered_tags within another format; use it as the only format")
     if kind not in FORMATS:
-        message = f"format {kind!r:.50}; supported are {', '.join(FORMATS)}, and triggered_tags as the only format"
+        names = ", ".join(name for name in FORMATS if name != "any_order")
+        message = f"format {kind!r:.50}; supported are {names}, and triggered_tags as the only format"
         raise UnsupportedError(message)
     return FORMATS[kind](fields)
 
@@ -328,6 +341,20 @@ def _tags_with_separator(fields: dict[str, Any]) -> Format:
     return one if at_least_one else RepeatFormat(one, "?")
 
 
+def _any_order(fields: dict[str, Any]) -> Format:
+    """Parse a format ``any_order``, which only tool calls use."""
+    _check_fields(fields, "elements", "required", "separator")
+    required, separator = fields.get("required"), fields.get("separator")
+    parts = tuple(map(_format, _objects(fields, "elements")))
+    if not isinstance(required, list) or [type(one) for one in required] != [bool] * len(parts):
+        raise ValueError(f"required must be a list of {len(parts)} times true or false, is {required!r:.50}")
+    if len(parts) > MAX_ORDERED:
+        raise UnsupportedError(f"more than {MAX_ORDERED} elements in any order")
+    if not isinstance(separator, str):
+        raise ValueError(f"separator must be a string, is {separator!r:.50}")
+    return AnyOrderFormat(parts, tuple(required), separator)
+
+
 FORMATS: dict[str, Callable[[dict[str, Any]], Format]] = {
     "const_string": _text,
     "json_schema": _json,
@@ -339,6 +366,7 @@ FORMATS: dict[str, Callable[[dict[str, Any]], Format]] = {
     "plus": _repeated,
     "tag": _tag_format,
     "tags_with_separator": _tags_with_separator,
+    "any_order": _any_order,
 }
 
 

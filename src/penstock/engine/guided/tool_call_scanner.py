@@ -33,6 +33,7 @@ class Part(Enum):
     REASONING = auto()
     START = auto()  # answer, with only whitespace so far
     ANSWER = auto()
+    FIRST_HEADER = auto()  # header or text of the first message, with ``ToolCallParams.header``
     HEADER = auto()  # header of a message, with ``ToolCallParams.header``
     MESSAGE = auto()  # text of a message, with ``ToolCallParams.header``
 
@@ -56,7 +57,7 @@ class ToolCallScanner:
         self._held = b""
         """End of the text so far that belongs to the search: in most parts, the prefix of a marker."""
         if params.header:
-            self._part = Part.HEADER if stage == "before" else Part.MESSAGE
+            self._part = Part.FIRST_HEADER if stage == "before" else Part.MESSAGE
         else:
             stages = {"before": Part.BEFORE, "within": Part.REASONING, "after": Part.START}
             self._part = stages[stage if params.reasoning else "after"]
@@ -94,6 +95,8 @@ class ToolCallScanner:
                 return self._find(self._params.reasoning[1], Part.START)
             case Part.START:
                 return self._start()
+            case Part.FIRST_HEADER:
+                return self._first_header()
             case Part.HEADER:
                 return self._header()
             case Part.MESSAGE:
@@ -140,9 +143,17 @@ class ToolCallScanner:
         rest, self._held = self._held[at + len(trigger.encode()) :], b""
         return Trigger(trigger, rest)
 
+    def _first_header(self) -> bool:
+        assert self._params.header
+        ahead, starts = self._held.lstrip(SPACE), [start.encode() for start in self._params.header.first_starts]
+        if any(start.startswith(ahead) for start in starts) and ahead not in starts:
+            return False
+        self._part = Part.HEADER if ahead.startswith(tuple(starts)) else Part.MESSAGE
+        return True
+
     def _header(self) -> Trigger | bool:
         assert self._params.header
-        (trigger,), (_, end) = self._params.triggers, self._params.header
+        (trigger,), end = self._params.triggers, self._params.header.end
         before, ended, rest = self._held.partition(end.encode())
         if match := re.search(rb"\b" + re.escape(trigger.encode()), before):
             rest, self._held = self._held[match.end() :], b""
@@ -157,7 +168,7 @@ class ToolCallScanner:
 
     def _message(self) -> bool:
         assert self._params.header
-        starts, _ = self._params.header
+        starts = self._params.header.starts
         found = [(at, start) for start in starts if (at := self._held.find(start.encode())) >= 0]
         if not found:
             self._hold_partial()

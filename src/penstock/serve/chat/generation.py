@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
-
-import msgspec
+from dataclasses import dataclass
 
 from penstock.core.errors import invalid
 from penstock.frontend.outputs import CompletionOutput
@@ -17,8 +15,7 @@ from penstock.text import Message, MessagePart, TextPart, ToolCall
 
 from .prompt import ChatPrompt, memory_of
 from .request import ChatRequest
-from .sampling import chat_sampling, forced_tool_call
-from .tool_calls import constrain_tool_calls
+from .sampling import chat_sampling, constrain_calls, forced_tool_call
 
 
 @dataclass(slots=True)
@@ -99,13 +96,11 @@ class ChatGeneration(GenerationHandler):
                 raise invalid("tool_choice", message)
             self.sampling = sampling.replace(guided_decoding=constraint)
         else:
-            self.sampling = constrain_tool_calls(service, request, self.prompt.formats, sampling, record.tool_levels)
+            strictness = service.gateway.input_processor.tool_strictness
+            self.sampling, record.tool_levels = constrain_calls(request, sampling, self.prompt.formats, strictness)
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
         prompt = await self.prompt.prompt()
-        if self.sampling.tool_calls and (config := prompt.parser_config) and config.tools and not config.in_channels:
-            config = replace(config, tools=replace(config.tools, constrained=True))
-            prompt = msgspec.structs.replace(prompt, parser_config=config)
         if not self._keeps_body:  # do not keep base64 images while the answer is generated
             self.request.messages = []
             self.record.shrink_memory(memory_of(prompt))

@@ -7,10 +7,18 @@ from typing import Any
 
 from penstock.core import GuidedDecodingParams, SamplingParams
 from penstock.core.errors import invalid
-from penstock.core.guided import check_schema, clean_schema, disallow_additional_properties, schema_to_json
+from penstock.core.guided import disallow_additional_properties, schema_to_json
+from penstock.frontend.chat_renderer import ResponseFormats
+from penstock.frontend.tool_calls import (
+    ConstrainedCalls,
+    ToolFunction,
+    ToolStrictness,
+    constrain_tool_calls,
+    parameters_of,
+)
 from penstock.text import ToolCallFormat, forced_call_tag
 
-from .request import ChatRequest, Function, GenerationRequest, JsonSchema, NamedTool, ResponseFormat
+from .request import ChatRequest, GenerationRequest, JsonSchema, NamedTool, ResponseFormat
 
 SHARED_FIELDS = (
     "n best_of use_beam_search length_penalty early_stopping temperature top_p top_k min_p presence_penalty "
@@ -123,11 +131,12 @@ def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -
         return None
     known = {}
     for i, tool in enumerate(request.tools or ()):
-        field = f"tools[{i}].function.parameters"
-        parameters = parameters_of(tool.function, field)
+        function = tool.function
+        parameters = parameters_of(
+            ToolFunction(function.name, function.parameters, function.strict), f"tools[{i}].function.parameters"
+        )
         if tool.function.name in known:
             raise invalid(f"tools[{i}].function.name", f"{tool.function.name!r} is defined twice: use unique names")
-        check_schema(field, parameters)
         known[tool.function.name] = parameters
     if not known:
         raise invalid("tool_choice", "requires tools")
@@ -141,20 +150,18 @@ def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -
     return GuidedDecodingParams(structural_tag=tag, source_field="tools", has_tools=True)
 
 
-def parameters_of(function: Function, field: str) -> dict[str, Any]:
-    """Return the schema of a tool's arguments without annotations. Raises ``PenstockError`` (``invalid``) if it is
-    malformed, or no schema of an object.
+def constrain_calls(
+    request: ChatRequest, sampling: SamplingParams, formats: ResponseFormats, strictness: ToolStrictness
+) -> ConstrainedCalls:
+    """Constrain the tool calls that the model may make on its own (``tool_choice`` ``auto``).
 
     Args:
-        field: path of the schema in the request.
+        formats: formats of the chat template.
     """
-    parameters = {"type": "object"} | clean_schema(field, function.parameters or {})
-    if function.strict:
-        parameters = _restrict(field, {"properties": {}} | parameters)
-    if parameters["type"] != "object":
-        kind = parameters["type"]
-        raise invalid(f"{field}.type", f"must be object for constrained tool calls, is {kind!r:.50}")
-    return parameters
+    if not request.tools or request.tool_choice not in (None, "auto") or request.disable_chat_template:
+        return ConstrainedCalls(sampling)
+    functions = [ToolFunction(one.function.name, one.function.parameters, one.function.strict) for one in request.tools]
+    return constrain_tool_calls(sampling, functions, formats, strictness, request.parallel_tool_calls is not False)
 
 
 def _from_structured_outputs(request: GenerationRequest) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.core import Code, PenstockError
 
-from .values import MAX_REFERENCES, STRING, resolved, types_of
+from .values import MAX_REFERENCES, STRING, resolved, to_json, types_of
 
 OBJECT_KEYWORDS = frozenset(
     "type properties required additionalProperties $defs definitions $schema $id $comment title description examples "
@@ -24,11 +24,16 @@ Format = dict[str, Any]
 
 
 def arguments_sequence(
-    schema: Mapping[str, Any], elements: Mapping[str, Format], separator: str = "", key: re.Pattern[str] = KEY
+    schema: Mapping[str, Any],
+    elements: Mapping[str, Format],
+    separator: str = "",
+    key: re.Pattern[str] = KEY,
+    any_order: bool = False,
 ) -> Format:
     """Return the format of a sequence of arguments. Arguments that the schema does not require are optional.
 
-    Arguments are in the order of the schema's properties; with a separator, required arguments are first.
+    Without ``any_order``, arguments are in the order of the schema's properties; with a separator, required arguments
+    are first.
 
     Args:
         schema: schema of the arguments object.
@@ -45,6 +50,13 @@ def arguments_sequence(
         raise _unsupported(f"required parameter {unknown[0]!r:.50}, which is missing from the properties,")
     if wrong := [name for name in elements if not key.fullmatch(name)]:
         raise _unsupported(f"the name of the parameter {wrong[0]!r:.50}")
+    if any_order and len(elements) > 1:
+        return {
+            "type": "any_order",
+            "elements": list(elements.values()),
+            "required": [name in required for name in elements],
+            "separator": separator,
+        }
     if separator:
         first, others = (
             [element for name, element in elements.items() if (name in required) == wanted] for wanted in (True, False)
@@ -66,6 +78,22 @@ def _joined(required: list[Format], others: list[Format], separator: str) -> For
     if not others:
         return _text("")
     return _optional(_or([_sequence([first, *following(others[i + 1 :])]) for i, first in enumerate(others)]))
+
+
+def json_object_in_any_order(schema: Mapping[str, Any]) -> Format | None:
+    """Return the format of a JSON object with the listed properties in any order; None if the schema has other
+    constraints on the object."""
+    properties, required = schema.get("properties") or {}, set(schema.get("required", ()))
+    is_plain = not schema.keys() - OBJECT_KEYWORDS and not schema.keys() & {"$defs", "definitions"}
+    if not is_plain or isinstance(schema.get("additionalProperties"), dict) or not required <= properties.keys():
+        return None
+    elements = {
+        name: _sequence([_text(f"{to_json(name)}: "), json_format(part, {})]) for name, part in properties.items()
+    }
+    if len(elements) < 2:
+        return None
+    arguments = arguments_sequence(schema, elements, ", ", re.compile(".*", re.DOTALL), any_order=True)
+    return _sequence([_text("{"), arguments, _text("}")])
 
 
 def value_format(schema: Any, root: Mapping[str, Any], end: str, depth: int = 0) -> Format:

@@ -102,6 +102,13 @@ class ToolCallFormat(ABC):
         Raises ``PenstockError`` (``unsupported``) if this format cannot enforce the schema.
         """
 
+    def unordered_arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the structural tag format of a call's arguments, in any order if this is possible.
+
+        Raises ``PenstockError`` (``unsupported``) if this format cannot enforce the schema.
+        """
+        return self.arguments_format(schema)
+
     @abstractmethod
     def any_arguments_format(self) -> dict[str, Any]:
         """Return the structural tag format of arguments that follow no schema."""

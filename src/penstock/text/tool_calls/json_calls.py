@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .brace_scanner import BraceScanner
+from .forced_values import json_object_in_any_order
 from .format import Schemas, ToolCallFormat, ToolCallParser, UnmarkedCalls, text_except
 from .values import is_beginning, is_text
 
@@ -79,6 +80,9 @@ class JSONFormat(ToolCallFormat):
 
     def unmarked_calls(self, names: Sequence[str]) -> UnmarkedCalls | None:
         return unmarked_objects(names) if self.allow_unmarked else None
+
+    def unordered_arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return json_object_in_any_order(schema) or self.arguments_format(schema)
 
     def any_arguments_format(self) -> dict[str, Any]:
         return self.arguments_format({"type": "object"})

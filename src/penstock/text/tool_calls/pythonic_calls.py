@@ -74,11 +74,17 @@ class PythonicFormat(ToolCallFormat):
         return _PythonicCallParser(self)
 
     def arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return self._arguments(schema, any_order=False)
+
+    def unordered_arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return self._arguments(schema, any_order=True)
+
+    def _arguments(self, schema: Mapping[str, Any], any_order: bool) -> dict[str, Any]:
         elements = {
             name: {"type": "tag", "begin": f"{name}=", "content": json_format(part, schema), "end": ""}
             for name, part in schema.get("properties", {}).items()
         }
-        return arguments_sequence(schema, elements, ", ", re.compile(KEY_NAME))
+        return arguments_sequence(schema, elements, ", ", re.compile(KEY_NAME), any_order)
 
 
 class _PythonicCallParser(ToolCallParser):

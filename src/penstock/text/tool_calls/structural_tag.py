@@ -49,11 +49,14 @@ class CallFormat(NamedTuple):
     """Structural tag format of the arguments."""
 
 
-def call_format(form: ToolCallFormat, name: str, schema: Mapping[str, Any] | None, exact: bool = False) -> CallFormat:
+def call_format(
+    form: ToolCallFormat, name: str, schema: Mapping[str, Any] | None, any_order: bool = False, exact: bool = False
+) -> CallFormat:
     """Return the format of a tool's calls.
 
     Args:
         schema: JSON Schema of the arguments; None: any arguments.
+        any_order: allow any order of the arguments, if the format does.
         exact: without it, a schema that cannot be enforced is replaced by any arguments.
 
     Raises ``PenstockError`` (``unsupported``) if the tool call format cannot enforce the schema.
@@ -61,7 +64,7 @@ def call_format(form: ToolCallFormat, name: str, schema: Mapping[str, Any] | Non
     otherwise = form.any_arguments_format()
     if schema is None:
         return CallFormat(name, otherwise)
-    content = form.arguments_format(schema)
+    content = form.unordered_arguments_format(schema) if any_order else form.arguments_format(schema)
     if exact:
         return CallFormat(name, content)
     return CallFormat(name, {"type": "fallback", "name": name, "content": content, "otherwise": otherwise})

@@ -57,6 +57,12 @@ class XMLFormat(ToolCallFormat):
         return _XMLCallParser(self, schemas)
 
     def arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return self._arguments(schema, any_order=False)
+
+    def unordered_arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return self._arguments(schema, any_order=True)
+
+    def _arguments(self, schema: Mapping[str, Any], any_order: bool) -> dict[str, Any]:
         begin, key_end = self.parameter
         before = f"{self.line}{self.value_start}" if self.value_start else ""
         around = "\n" if self.trim_newlines else ""
@@ -69,7 +75,7 @@ class XMLFormat(ToolCallFormat):
                 "content": value,
                 "end": f"{around}{self.value_end}{self.line}",
             }
-        return arguments_sequence(schema, elements)
+        return arguments_sequence(schema, elements, any_order=any_order)
 
 
 class _XMLCallParser(ToolCallParser):
