@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ CHAT = "/v1/chat/completions"
 def template(form: ToolCallFormat) -> str:
     """A chat template in which the format is recognized."""
     tools = "{% if tools %}{{ tools | tojson }}{% endif %}"
-    return f"{{#{' '.join(form.template_markers)}#}}{tools}{{% for message in messages %}}{{{{ message.content }}}}{{% endfor %}}"
+    messages = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return "{#" + " ".join(form.template_markers) + "#}" + tools + messages
 
 
 class Copier:
@@ -105,11 +107,8 @@ def malformed(message: dict[str, Any], finish: str, tools: dict[str, Any], form:
     content = message.get("content") or ""
     if form is not HARMONY and any(marker in content for marker in form.start_markers):
         return f"call as content {content!r}"
-    if (
-        form.unmarked_calls(NAMES)
-        and not calls
-        and content.lstrip().startswith(("[get", '{"name": "get_weather", "par'))
-    ):
+    unmarked = form.unmarked_calls(list(tools))
+    if unmarked and any(re.match(head, content.lstrip()) for head in (*unmarked.heads.values(), unmarked.unknown)):
         return f"call as content {content!r}"
     return "" if (finish == "tool_calls") == bool(calls) or finish == "length" else f"finish_reason {finish}"
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.text import ToolCallFormat
+from penstock.text.markers import partial_match_length
 from penstock.text.tool_calls.pythonic_calls import PythonicFormat
 from penstock.text.tool_calls.xml_calls import XMLFormat
 
@@ -17,7 +18,7 @@ WORDS = [
     "x",
     "",
     "日本",
-    "é\u0301",
+    "e\u0301",
     'say "hi"',
     "a\\b",
     "line\nbreak",
@@ -130,14 +131,9 @@ def _mutated(text: str, form: ToolCallFormat, rng: random.Random) -> str:
         case "drop":
             return text[:at] + text[at + rng.randint(1, 4) :]
         case "marker":
-            markers = (
-                *form.start_markers,
-                *form.end_markers,
-                *form.marker_tokens,
-                form.call_end,
-                "<think>",
-                "<|im_end|>",
-            )
+            if any(partial_match_length(text[:at], marker) for marker in form.start_markers):
+                return text  # a special token within a marker: the marker is text for the parser
+            markers = (*form.start_markers, *form.end_markers, *form.marker_tokens, form.call_end, "<|im_end|>")
             return text[:at] + rng.choice(markers) + text[at:]
         case "space":
             return text.replace(" ", rng.choice(["", "  ", "\n"]), 3)
