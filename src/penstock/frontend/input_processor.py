@@ -34,7 +34,7 @@ from .multimodal.python import python_sources
 from .output_processor import OutputProcessor
 from .pooling_config import PoolerConfig, read_pooler
 from .prompts import Messages, Prompt, TokenizedPrompt
-from .tool_calls import ToolStrictness, with_constrained_calls
+from .tool_calls import ToolFunction, ToolStrictness, constrain_tool_calls, with_constrained_calls
 
 if TYPE_CHECKING:  # the module imports NumPy
     from .speech.processor import SpeechProcessor
@@ -118,6 +118,22 @@ class InputProcessor:
     def tool_strictness(self) -> ToolStrictness:
         """Constraint on the model's tool calls (server option ``tool_strictness``)."""
         return self._options.tool_strictness
+
+    def constrain_tool_calls(
+        self, sampling: SamplingParams | None, tools: Sequence[Mapping[str, Any]]
+    ) -> SamplingParams:
+        """Constrain the tool calls of a chat of the Python interface (option ``tool_strictness``).
+
+        Args:
+            tools: tools in OpenAI's format; tools in another form, which only the chat template reads, are not
+                constrained.
+        """
+        sampling = sampling or self.default_sampling
+        try:
+            functions = msgspec.convert([tool["function"] for tool in tools], list[ToolFunction])
+        except (msgspec.ValidationError, KeyError, TypeError):
+            return sampling
+        return constrain_tool_calls(sampling, functions, self.chats.response_formats(), self.tool_strictness).sampling
 
     def check_chats(self) -> None:
         """Raise ``PenstockError`` (``unsupported``) if the model does not support chats."""

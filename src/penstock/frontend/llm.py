@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import msgspec
 from tqdm import tqdm
 
 from penstock.core import Code, LoRARequest, PenstockError, SamplingParams
@@ -25,7 +24,6 @@ from .outputs import Loglikelihood, RequestOutput
 from .pooling_llm import PoolingLLM, as_list, per_prompt
 from .prompts import Messages, Prompt
 from .shared_weights import NamedTensors, as_checkpoint_folder
-from .tool_calls import ToolFunction, constrain_tool_calls
 
 T = TypeVar("T")
 
@@ -151,19 +149,8 @@ class LLM(PoolingLLM):
         params: SamplingParams | Sequence[SamplingParams] | None = sampling_params
         if tools:
             each = per_prompt(sampling_params, len(prompts), "sampling_params")
-            params = [self._constrain_calls(one or self.get_default_sampling_params(), tools) for one in each]
+            params = [self._input_processor.constrain_tool_calls(one, tools) for one in each]
         return self.generate(prompts, params, use_tqdm, lora_request=lora_request)
-
-    def _constrain_calls(self, sampling: SamplingParams, tools: Sequence[Mapping[str, Any]]) -> SamplingParams:
-        """Constrain the tool calls of a chat (option ``tool_strictness``)."""
-        try:
-            functions = msgspec.convert([tool["function"] for tool in tools], list[ToolFunction])
-        except (msgspec.ValidationError, KeyError, TypeError):  # tools in another form, which only the template reads
-            return sampling
-        inputs = self._input_processor
-        return constrain_tool_calls(
-            sampling, functions, inputs.chats.response_formats(), inputs.tool_strictness
-        ).sampling
 
     def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
         """Load a LoRA adapter from a folder in PEFT's format. Does nothing if it is already loaded from that folder.

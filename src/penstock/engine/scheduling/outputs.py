@@ -126,7 +126,7 @@ def pool_hidden_states(sequence: Sequence, states: np.ndarray) -> TokenDelta | N
 
 def _may_jump_forward(sequence: Sequence) -> bool:
     """True if forced tokens may be appended without sampling. False if the request returns logprobs or logits, if a
-    stop string might match within the forced tokens, or while a sampled token is in flight."""
+    stop string might match within the forced tokens, or while a sampled token is in flight and not discarded."""
     sampling = sequence.request.sampling
     returned = sampling.logprobs is not None or sampling.return_generation_logits
-    return not sequence.num_pending and not returned and not sampling.stop
+    return sequence.num_pending == sequence.num_stale and not returned and not sampling.stop
