@@ -243,7 +243,8 @@ class InputProcessor:
             sampling = sampling.replace(logprobs=0)  # best_of ranks sequences by their logprobs
         parser_config, stage = prompt.parser_config, STAGES[ReasoningStage.AFTER]
         if sampling.tool_calls and parser_config:
-            parser_config, stage = with_constrained_calls(parser_config), STAGES[parser_config.stage]
+            stage = STAGES[parser_config.stage]
+            parser_config = with_constrained_calls(parser_config, sampling.tool_calls)
         reasoning_span = self._reasoning_span(sampling, prompt.parser_config)
         if reasoning_span is None and (limit := sampling.response_max_tokens) is not None:
             sampling = sampling.replace(max_tokens=min(limit, sampling.max_tokens or limit))

@@ -188,11 +188,11 @@ def parameters_of(function: ToolFunction, field: str) -> dict[str, Any]:
     return parameters
 
 
-def with_constrained_calls(config: ParserConfig) -> ParserConfig:
+def with_constrained_calls(config: ParserConfig, params: ToolCallParams) -> ParserConfig:
     """Parser configuration for an answer whose tool calls are constrained."""
-    if config.tools is None or config.in_channels:
+    if config.tools is None or not params.escape:
         return config
-    return replace(config, tools=replace(config.tools, constrained=True))
+    return replace(config, tools=replace(config.tools, escape=params.escape))
 
 
 def _answer_format(constraint: GuidedDecodingParams) -> Format | None:

@@ -39,7 +39,7 @@ class TokenTexts:
     def _markers(self, markers: tuple[str, ...]) -> MarkerTokens:
         texts = list(self.all)
         for token in self._special:
-            if texts[token].decode() not in markers:
+            if not any(texts[token].decode() in marker for marker in markers):
                 texts[token] = b""
         return MarkerTokens(texts, markers)
 
@@ -48,7 +48,7 @@ class MarkerTokens:
     """Tokens in which the texts ``markers`` may begin.
 
     Args:
-        texts: text of each token; empty for special tokens that are not markers.
+        texts: text of each token; empty for special tokens that are in no marker.
     """
 
     def __init__(self, texts: list[bytes], markers: tuple[str, ...]) -> None:

@@ -68,12 +68,15 @@ class ToolCallGuide(Guide):
                 return False
             return self._escapable is None or self._check_escape(self._escapable + self._texts.all[token])
         if trigger := self._scanner.add(token):
-            return self._begin(trigger, token)
+            return self._begin(trigger, self._texts.all[token])
         return True
 
-    def _begin(self, trigger: Trigger, token: int) -> bool:
-        """Begin the calls with the trigger, which ends in ``token``. If the grammar does not allow the text of the
-        token after the trigger, the token is replaced by tokens without this text."""
+    def _begin(self, trigger: Trigger, last: bytes) -> bool:
+        """Begin the calls with the trigger, which ends in ``last``, the text of the last token. If the grammar does not
+        allow the text of the token after the trigger, the token is replaced by tokens without this text.
+
+        Returns False if the text after the trigger is longer than ``last``, and not allowed.
+        """
         self._calls = self._grammar.new_guide()
         rest = trigger.rest
         if not self._feed(self._texts.tokenize_marker(trigger.text)):
@@ -81,8 +84,11 @@ class ToolCallGuide(Guide):
             self._failure = Failure(Code.INTERNAL, message)
             return False
         if rest and not self._feed(self._texts.tokenize(rest)):
-            text = self._texts.all[token]
-            self._replacement, rest = self._texts.tokenize(text[: len(text) - len(rest)]), b""
+            if len(rest) > len(last):
+                written = trigger.text + rest.decode(errors="replace")
+                self._failure = Failure(Code.UNSUPPORTED, f"the model has begun a malformed tool call: {written:.100}")
+                return False
+            self._replacement, rest = self._texts.tokenize(last[: len(last) - len(rest)]), b""
         return not trigger.at_start or self._check_escape(trigger.text.encode() + rest)
 
     def _feed(self, tokens: list[int]) -> bool:
@@ -96,8 +102,9 @@ class ToolCallGuide(Guide):
         calls an unknown tool."""
         self._escapable = text
         if re.match(self._params.escape.encode(), text, re.DOTALL):
-            self._scanner.skip_start(text)
             self._calls = self._escapable = None
+            if trigger := self._scanner.skip_start(text):
+                return self._begin(trigger, b"")
         elif re.match(self._params.unknown.encode(), text, re.DOTALL):
             message = f"the model has called an unknown tool: {text.decode(errors='replace'):.100}"
             self._failure = Failure(Code.UNSUPPORTED, message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from penstock.core import ToolCallParams
 
@@ -80,10 +80,11 @@ class ToolCallScanner:
             pass
         return found or None
 
-    def skip_start(self, text: bytes) -> None:
-        """Continue after a start trigger that did not begin a call. ``text`` is the answer so far, which contains no
-        other trigger, but may end with a prefix of one."""
-        self._part, self._held = Part.ANSWER, text[len(text) - self._tokens.partial(text) :]
+    def skip_start(self, text: bytes) -> Trigger | None:
+        """Continue after a start trigger that did not begin a call. Returns the first other trigger in ``text``, the
+        answer so far."""
+        self._part, self._held = Part.ANSWER, text
+        return self._answer() or None
 
     def _step(self) -> Trigger | bool:
         """Process the held text. Returns True if it has to be called again, False if more text is needed."""
@@ -134,7 +135,7 @@ class ToolCallScanner:
             return Trigger(trigger, ahead[len(trigger) :], at_start=True)
         return True
 
-    def _answer(self) -> Trigger | bool:
+    def _answer(self) -> Trigger | Literal[False]:
         found = [(at, trigger) for trigger in self._params.triggers if (at := self._held.find(trigger.encode())) >= 0]
         if not found:
             self._hold_partial()

@@ -69,9 +69,9 @@ class ToolCallFormat(ABC):
     """Text before an answer that may also be calls."""
     single: bool = False
     """True if the model makes one call at a time."""
-    constrained: bool = False
-    """True if a grammar ensures that calls are well-formed. Then a text that is not the beginning of a call is content,
-    even if it has the parts of a call in another order."""
+    escape: str = ""
+    """Pattern of the beginning of an answer without a start marker that is no call (``UnmarkedCalls.escape``), if a
+    grammar ensures that all others are calls; empty: the parser decides at the end of what may be a call."""
 
     # Parts of the text of a forced call:
     call_id: tuple[str, int] = ("call_", 24)
@@ -161,6 +161,7 @@ class ToolCallParser(ABC):
         self.calls: list[ToolCall] = []
         """The calls so far; the last one may still grow."""
         self._start_markers, self._end_markers, self._separators = form.start_markers, form.end_markers, separators
+        self._escape = re.compile(form.escape, re.DOTALL) if form.escape else None
         self._new_id = form.new_id
         self._held = ""
         self._parts: list[MessagePart] = []
@@ -177,6 +178,11 @@ class ToolCallParser(ABC):
         while self._step(last):
             pass
         return self._parts
+
+    def _is_escaped(self, ahead: str) -> bool:
+        """True if the beginning of an answer is no call (``ToolCallFormat.escape``)."""
+        is_unmarked = not (self._marker or self.calls)
+        return is_unmarked and self._escape is not None and self._escape.match(ahead) is not None
 
     # States of the parser. Each processes the held text and returns True to continue with the next state.
 

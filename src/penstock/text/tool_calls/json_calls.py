@@ -144,6 +144,8 @@ class _JSONCallParser(ToolCallParser):
             self._begin(_string(head["name"]), in_object=True)
             self._held = ahead[head.end() :]
             return True
+        if self._is_escaped(ahead):
+            return self._reject()
         length, ended = self._scanner.scan(ahead[self._scanned :])
         self._scanned += length
         if not ended:
@@ -153,8 +155,7 @@ class _JSONCallParser(ToolCallParser):
                 self._add_content(self._gap + self._marker + self._held)
                 self._held, self._step = "", self._read_content
             return False
-        is_call = bool(self._marker or self.calls) or not self._form.constrained
-        call = _call(ahead[: self._scanned]) if is_call else None
+        call = _call(ahead[: self._scanned])
         if call is None:
             return self._reject()
         self._start_call(*call)

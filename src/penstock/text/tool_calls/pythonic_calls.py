@@ -108,7 +108,7 @@ class _PythonicCallParser(ToolCallParser):
         if not ahead:
             return self._wait_for_head(last)
         self._in_list = ahead.startswith("[")
-        if self._form.in_list and not self._in_list:
+        if (self._form.in_list and not self._in_list) or self._is_escaped(ahead):
             return self._reject()
         ahead, self._open = ahead[self._in_list :], True
         if self._read_call(ahead):
