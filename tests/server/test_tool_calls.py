@@ -86,7 +86,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[dict[str
     async with client.stream("POST", CHAT, json=body) as response:
         if response.status_code != 200:
             return json.loads(await response.aread()), "error"
-        async for line in response.aiter_lines():
+        for line in (await response.aread()).decode().split("\n"):
             if not line.startswith("data: {"):
                 continue
             document = json.loads(line.removeprefix("data: "))
@@ -105,7 +105,8 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[dict[str
 def malformed(message: dict[str, Any], finish: str, tools: dict[str, Any], form: ToolCallFormat) -> str:
     """What is wrong with an answer; empty if it is well-formed."""
     if finish == "error":
-        return "" if "unknown tool" in message["error"]["message"] else f"error {message['error']['message']}"
+        error = message["error"]["message"]
+        return "" if "unknown tool" in error or "malformed tool call" in error else f"error {error}"
     calls = message.get("tool_calls") or []
     for call in calls[:-1] if finish == "length" else calls:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -119,7 +120,7 @@ def malformed(message: dict[str, Any], finish: str, tools: dict[str, Any], form:
         return f"call as content {content!r}"
     unmarked = form.unmarked_calls(list(tools))
     begin = content.lstrip()
-    if unmarked and begin.startswith(unmarked.start) and not re.match(unmarked.escape, begin, re.DOTALL):
+    if unmarked and not calls and begin.startswith(unmarked.start) and not re.match(unmarked.escape, begin, re.DOTALL):
         return f"call as content {content!r}"
     return "" if (finish == "tool_calls") == bool(calls) or finish == "length" else f"finish_reason {finish}"
 
@@ -160,8 +161,9 @@ def test_broken_calls_are_never_returned(form: ToolCallFormat, markers_are_token
     counts: Counter[str] = Counter()
     with Served(*copier.arguments) as served:
         problems = [problem for problem in asyncio.run(run(served.root)) if problem]
+        log = "\n".join(line for line in served.lines if "POST" not in line)[-4000:] if problems else ""
     print(form.parsers[0], dict(counts))
-    assert not problems, f"{len(problems)} of {count}:\n" + "\n".join(problems[:5])
+    assert not problems, f"{len(problems)} of {count}:\n" + "\n".join([*problems[:5], log])
 
 
 CITY = schema({"city": TEXT, "days": NUMBER}, ["city"])
@@ -282,7 +284,7 @@ def test_large_tool_set_is_accepted(copier: Copier) -> None:
     tools = [tool(f"tool_{i}", schema({**properties, f"own{i}": NUMBER})) for i in range(100)]
     assert len(json.dumps(tools)) > 900_000
     call = '<tool_call>\n{"name": "tool_77", "arguments": {"p3": "x", "own78": 5, "own77": 5}}\n</tool_call>'
-    assert "own78" not in arguments(post(copier, call, tools))
+    assert "own78" not in arguments(post(copier, call, tools, parallel_tool_calls=False))
 
 
 def test_strictness_off_passes_calls_on(tmp_path: Path) -> None:
@@ -304,20 +306,21 @@ def test_marker_in_reasoning_begins_no_call(tmp_path: Path) -> None:
 
 
 USER = {"role": "user", "content": "x"}
+PARIS = schema({"city": {"enum": ["Paris"]}}, ["city"])
 DIALECTS: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any]]] = {
     "anthropic": (
         "/v1/messages",
-        {"messages": [USER], "max_tokens": 300, "tools": [{"name": "get_weather", "input_schema": CITY}]},
+        {"messages": [USER], "max_tokens": 300, "tools": [{"name": "get_weather", "input_schema": PARIS}]},
         lambda answer: [part["input"] for part in answer["content"] if part["type"] == "tool_use"],
     ),
     "responses": (
         "/v1/responses",
-        {"input": "x", "tools": [{"type": "function", "name": "get_weather", "parameters": CITY}]},
+        {"input": "x", "tools": [{"type": "function", "name": "get_weather", "parameters": PARIS}]},
         lambda answer: [json.loads(item["arguments"]) for item in answer["output"] if item["type"] == "function_call"],
     ),
     "ollama": (
         "/api/chat",
-        {"messages": [USER], "stream": False, "tools": [tool("get_weather", CITY)]},
+        {"messages": [USER], "stream": False, "tools": [tool("get_weather", PARIS)]},
         lambda answer: [call["function"]["arguments"] for call in answer["message"]["tool_calls"]],
     ),
 }
@@ -329,8 +332,7 @@ def test_calls_of_every_dialect_follow_schema(dialect: str, scripted: Served) ->
     path, body, arguments_of = DIALECTS[dialect]
     response = httpx.post(scripted.root + path, json={"model": "default", **body})
     assert response.status_code == 200, response.text
-    (found,) = arguments_of(response.json())
-    jsonschema.validate(found, CITY)
+    assert arguments_of(response.json()) == [{"city": "Paris"}]
 
 
 def summary(message: dict[str, Any], finish: str) -> Any:

@@ -133,7 +133,10 @@ def _mutated(text: str, form: ToolCallFormat, rng: random.Random) -> str:
         case "marker":
             if any(partial_match_length(text[:at], marker) for marker in form.start_markers):
                 return text  # a special token within a marker: the marker is text for the parser
-            markers = (*form.start_markers, *form.end_markers, *form.marker_tokens, form.call_end, "<|im_end|>")
+            markers = (*form.start_markers, *form.end_markers, *form.marker_tokens)
+            if form.allow_unmarked:  # a marker in JSON is text, and removed from the content
+                markers = ()
+            markers = (*markers, form.call_end, "<|im_end|>")
             return text[:at] + rng.choice(markers) + text[at:]
         case "space":
             return text.replace(" ", rng.choice(["", "  ", "\n"]), 3)

@@ -16,7 +16,6 @@ from typing import Any
 
 import tokenizers
 import torch
-from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -60,34 +59,34 @@ def scripted_model(folder: Path, *replies: str, max_model_len: int = 1 << 18) ->
         replies: replies in ASCII: the first to a user message, the next ones to tool results, the last to all further
             tool results.
     """
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo.CHAT)
-    end = int(tokenizer.eos_token_id)
-    seen: set[str] = set(tokenizer.get_vocab())
-    starts = [f"<|reply_{number}|>" for number in range(len(replies))]
-    tokenizer.add_tokens([AddedToken(start, special=True, normalized=False) for start in starts])
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
-    # A grammar would not accept a marker in pieces if it were an added token.
-    content["added_tokens"] = [token for token in content["added_tokens"] if "tool_call" not in token["content"]]
-    ids: dict[str, int] = content["model"]["vocab"]
-    letters, chains, following = bytes_to_unicode(), list[list[int]](), len(tokenizer)
-    for start, reply in zip(starts, replies, strict=True):
-        chain = [int(tokenizer.convert_tokens_to_ids(start))]
+    built_in = PreTrainedTokenizerFast.from_pretrained(demo.CHAT)
+    content = json.loads(built_in.backend_tokenizer.to_str())
+    vocabulary: dict[str, int] = content["model"]["vocab"]
+    seen, letters = set(built_in.get_vocab()), bytes_to_unicode()
+    chains: list[list[int]] = []
+    for reply in replies:
+        chains.append([])
         for chunk in _chunks(reply, seen):
-            ids["".join(letters[byte] for byte in chunk.encode())] = following
-            chain.append(following)
-            following += 1
-        chains.append([*chain, end])
+            chains[-1].append(len(vocabulary))
+            vocabulary["".join(letters[byte] for byte in chunk.encode())] = len(vocabulary)
+    # A grammar would not accept a marker in pieces if it were an added token.
+    added = [token for token in content["added_tokens"] if "tool_call" not in token["content"]]
+    starts = [{**added[0], "content": f"<|reply_{number}|>"} for number in range(len(replies))]
+    content["added_tokens"] = [{**token, "id": len(vocabulary) + i} for i, token in enumerate([*added, *starts])]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(content)),
-        eos_token=tokenizer.eos_token,
-        pad_token=tokenizer.pad_token,
+        eos_token=built_in.eos_token,
+        pad_token=built_in.pad_token,
     )
+    end = int(tokenizer.eos_token_id)
+    for number, chain in enumerate(chains):
+        chain[:] = [int(tokenizer.convert_tokens_to_ids(f"<|reply_{number}|>")), *chain, end]
     tokenizer.chat_template = TEMPLATE.replace("LAST", str(len(replies) - 1))
 
     followers = [pair for chain in chains for pair in pairwise(chain)]
     size = -(-(len(followers) + 1) // 64) * 64
     config = Qwen3Config(
-        vocab_size=-(-following // 64) * 64,
+        vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=size,
         intermediate_size=64,
         num_hidden_layers=1,

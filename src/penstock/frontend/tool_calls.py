@@ -190,9 +190,8 @@ def parameters_of(function: ToolFunction, field: str) -> dict[str, Any]:
 
 def with_constrained_calls(config: ParserConfig, params: ToolCallParams) -> ParserConfig:
     """Parser configuration for an answer whose tool calls are constrained."""
-    if config.tools is None or not params.escape:
-        return config
-    return replace(config, tools=replace(config.tools, escape=params.escape))
+    tools = config.tools and (replace(config.tools, escape=params.escape) if params.escape else config.tools)
+    return replace(config, tools=tools, constrained=True)
 
 
 def _answer_format(constraint: GuidedDecodingParams) -> Format | None:

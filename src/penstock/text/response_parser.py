@@ -24,6 +24,8 @@ class ParserConfig:
     tools: ToolCallFormat | None = None
     schemas: Schemas = field(default_factory=dict)
     """Argument schemas of the available tools."""
+    constrained: bool = False
+    """True if a grammar ensures that tool calls are well-formed."""
 
     @property
     def in_channels(self) -> bool:
@@ -52,7 +54,9 @@ class ResponseParser:
         self._reasoning: ReasoningParser | HarmonyParser | None = None
         self._tool_calls: ToolCallParser | None = None
         if config.in_channels:
-            self._reasoning = HarmonyParser(config.stage, config.tools.new_id if config.tools else None)
+            self._reasoning = HarmonyParser(
+                config.stage, config.tools.new_id if config.tools else None, config.constrained
+            )
         else:
             self._reasoning = ReasoningParser(form, config.stage, config.continued) if form else None
             self._tool_calls = config.tools.parser(config.schemas) if config.tools else None

@@ -13,8 +13,12 @@ from .forced_values import json_object_in_any_order
 from .format import Schemas, ToolCallFormat, ToolCallParser, UnmarkedCalls, text_except
 from .values import is_beginning, is_text
 
+_SPACE = r"[ \n\r\t]*"
 NAME_AND_ARGUMENTS = re.compile(
-    r'\{\s*("tool_call_id"\s*:\s*"[^"\\]{0,64}"\s*,\s*|"type"\s*:\s*"function"\s*,\s*)?"(tool_)?name"\s*:\s*"(?P<name>([^"\\]|\\.){1,256})"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)'
+    rf'\{{{_SPACE}("tool_call_id"{_SPACE}:{_SPACE}"[^"\\]{{0,64}}"{_SPACE},{_SPACE}'
+    rf'|"type"{_SPACE}:{_SPACE}"function"{_SPACE},{_SPACE})?'
+    rf'"(tool_)?name"{_SPACE}:{_SPACE}"(?P<name>([^"\\]|\\.){{1,256}})"{_SPACE},{_SPACE}'
+    rf'"(arguments|parameters)"{_SPACE}:{_SPACE}(?=\{{)'
 )
 """Beginning of an object with name and arguments, up to the arguments."""
 MAX_NAME_LENGTH = 512
@@ -22,7 +26,9 @@ MAX_NAME_LENGTH = 512
 
 
 _STRING = r'"([^"\\]|\\.)*"'
-_BEFORE_NAME = r'\{\s*("type"\s*:\s*"function"\s*,\s*)?'
+_BEFORE_NAME = rf'\{{{_SPACE}("type"{_SPACE}:{_SPACE}"function"{_SPACE},{_SPACE})?'
+_NO_STRING = r'[^ \n\r\t"]'
+"""First character of a value that is no string."""
 
 
 def _string_except(texts: Sequence[str]) -> str:
@@ -32,21 +38,22 @@ def _string_except(texts: Sequence[str]) -> str:
 
 def unmarked_objects(names: Sequence[str]) -> UnmarkedCalls:
     """Patterns of calls that are objects with name and arguments."""
-    before_name = rf'{_BEFORE_NAME}"name"\s*:\s*'
-    arguments = r'\s*,\s*"(arguments|parameters)"'
+    colon, comma = f"{_SPACE}:{_SPACE}", f"{_SPACE},{_SPACE}"
+    before_name = f'{_BEFORE_NAME}"name"{colon}'
+    arguments = f'{comma}"(arguments|parameters)"'
     no_calls = (
-        rf'{_BEFORE_NAME}([^\s"]|{_string_except(("name", "type"))})',
-        rf'\{{\s*"type"\s*:\s*([^\s"]|{_string_except(("function",))})',
-        r'\{\s*"type"\s*:\s*"function"\s*([^\s,]|,\s*"type")',
-        rf'{_BEFORE_NAME}"name"\s*([^\s:]|:\s*([^\s"]|{_STRING}\s*[^\s,]))',
-        rf'{before_name}{_STRING}\s*,\s*([^\s"]|{_string_except(("arguments", "parameters"))})',
-        rf"{before_name}{_string_except(names)}{arguments}\s*([^\s:]|:\s*[^\s{{])",
+        f"{_BEFORE_NAME}({_NO_STRING}|{_string_except(('name', 'type'))})",
+        rf'\{{{_SPACE}"type"{_SPACE}([^ \n\r\t:]|:{_SPACE}({_NO_STRING}|{_string_except(("function",))}))',
+        rf'\{{{_SPACE}"type"{colon}"function"{_SPACE}([^ \n\r\t,]|,{_SPACE}"type")',
+        rf'{_BEFORE_NAME}"name"{_SPACE}([^ \n\r\t:]|:{_SPACE}({_NO_STRING}|{_STRING}{_SPACE}[^ \n\r\t,]))',
+        f"{before_name}{_STRING}{comma}({_NO_STRING}|{_string_except(('arguments', 'parameters'))})",
+        rf"{before_name}{_string_except(names)}{arguments}{_SPACE}([^ \n\r\t:]|:{_SPACE}[^ \n\r\t{{])",
     )
     return UnmarkedCalls(
         start="{",
-        heads={name: rf'{before_name}"{re.escape(name)}"{arguments}\s*:\s*' for name in names},
+        heads={name: f'{before_name}"{re.escape(name)}"{arguments}{colon}' for name in names},
         escape=f"({'|'.join(no_calls)})",
-        unknown=rf"{before_name}{_string_except(names)}{arguments}\s*:\s*\{{",
+        unknown=rf"{before_name}{_string_except(names)}{arguments}{colon}\{{",
     )
 
 

@@ -35,18 +35,17 @@ def _name_character(excluded: str) -> str:
 
 def unmarked_lists(names: Sequence[str]) -> UnmarkedCalls:
     """Patterns of calls that are lists in Python syntax."""
-    one = _name_character("")
-    unknown = r"\[\s*" + text_except(names, _name_character, r"\(\s*")
-    key = r"[^\s<>\"'=(),\[\]{}]{1,128}"
+    one, space, key = _name_character(""), r"[ \n\r\t\f\v]", r"[^ \n\r\t\f\v<>\"'=(),\[\]{}]"
+    unknown = rf"\[{space}*" + text_except(names, _name_character, rf"\({space}*")
     no_calls = (
-        rf"\[\s*([^\s{one[1:-1]}]|{one}+[^({one[1:-1]}])",
-        rf"{unknown}([<>\"'=(,\[\]{{}}]|{key}\s*([<>\"'(),\[\]{{}}]|==)|{key}\s+[^\s<>\"'=(),\[\]{{}}])",
+        rf"\[{space}*([^ \n\r\t\f\v{one[1:-1]}]|{one}+[^({one[1:-1]}])",
+        rf"{unknown}([<>\"'=(,\[\]{{}}]|{key}+{space}*([<>\"'(),\[\]{{}}]|==)|{key}+{space}+{key})",
     )
     return UnmarkedCalls(
         start="[",
-        heads={name: rf"\[\s*{re.escape(name)}\(" for name in names},
+        heads={name: rf"\[{space}*{re.escape(name)}\(" for name in names},
         escape=f"({'|'.join(no_calls)})",
-        unknown=rf"{unknown}(\)|{key}\s*=[^=])",
+        unknown=rf"{unknown}(\)|{key}+{space}*=[^=])",
     )
 
 

@@ -125,15 +125,15 @@ def _calls(form: ToolCallFormat, heads: list[str], calls: Sequence[CallFormat], 
 
 def _tags(form: ToolCallFormat, calls: Sequence[CallFormat]) -> list[dict[str, Any]]:
     """Formats of the calls from the name on."""
-    return [
-        {
-            "type": "tag",
-            "begin": form.written_name(call.name),
-            "content": {"type": "sequence", "elements": [form.before_arguments(), call.arguments]},
-            "end": form.call_end,
-        }
-        for call in calls
-    ]
+    before, tags = form.before_arguments(), []
+    for call in calls:
+        begin, content = form.written_name(call.name), call.arguments
+        if before["type"] == "const_string":  # one text, which errors of the schema quote
+            begin += before["value"]
+        else:
+            content = {"type": "sequence", "elements": [before, content]}
+        tags.append({"type": "tag", "begin": begin, "content": content, "end": form.call_end})
+    return tags
 
 
 def _text(value: str) -> dict[str, Any]:
