@@ -13,6 +13,11 @@ from copying_model import copying_model, prompt_to_copy
 
 from penstock import LLM, SamplingParams
 from penstock.core import EngineRequest, GeneratedSequence
+from penstock.engine.guided.reasoning_guide import make_guide
+from penstock.engine.sequence.plan import Plan, ScheduledSequence
+from penstock.engine.sequence.sequence import Sequence
+from penstock.engine.spec_decode.speculation import PLACEHOLDER_TOKEN_ID, Speculation
+from penstock.engine.step import RowUpdates
 from penstock.frontend.chat_renderer import ResponseFormats
 from penstock.frontend.outputs import RequestOutput
 from penstock.frontend.tool_calls import ToolFunction, constrain_tool_calls
@@ -110,3 +115,27 @@ def test_idle_guide_needs_no_bitmask_and_lets_steps_be_scheduled_ahead(model: Pa
     (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling(HERMES), use_tqdm=False)
     assert output.outputs[0].token_ids[:-1] == text
     assert sum(ahead) > len(text) // 2
+
+
+def test_token_tree_loses_branches_with_a_trigger(llm: LLM) -> None:
+    tokenizer, params = llm.get_tokenizer(), sampling(HERMES)
+    assert params.tool_calls
+    llm.engine.set_vocabulary(llm._input_processor.vocabulary)
+    request = EngineRequest(request_id="tree", prompt=[1, 2, 3], sampling=params)
+    sequence = Sequence(request, 0, 0, 0)
+    sequence.set_guide(make_guide(request, llm.engine._grammar_compiler.compile(params.tool_calls).result()))
+    assert sequence.guide
+    for token in tokenizer.encode("Hello", add_special_tokens=False):
+        assert sequence.guide.accept_token(token)
+    (marker,) = tokenizer.encode("<tool_call>", add_special_tokens=False)
+    a, b = tokenizer.encode("ab", add_special_tokens=False)[0], tokenizer.encode("z", add_special_tokens=False)[0]
+    written = [tokenizer.encode(part, add_special_tokens=False)[0] for part in ("<", "t", "o", "o", "l", "_", "c")]
+    rest = [tokenizer.encode(part, add_special_tokens=False)[0] for part in ("a", "l", "l", ">")]
+    chain = [*written, *rest]
+    tree = [a, marker, b, b, *chain, b]
+    parents = [-1, 0, 1, 0, 3, *range(4, 3 + len(chain)), 3 + len(chain)]
+    item = ScheduledSequence(sequence, 0, 1, (sequence,), [PLACEHOLDER_TOKEN_ID] * len(tree), list(parents))
+    plan = Plan(scheduled=[item])
+    Speculation(None, len(tree)).fill_placeholders(plan, RowUpdates(), lambda message: [tree])
+    assert item.draft == [a, b, *chain[:-1]]
+    assert item.parents == [-1, 0, *range(1, len(chain))]

@@ -103,7 +103,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[dict[str
 
 
 def malformed(message: dict[str, Any], finish: str, tools: dict[str, Any], form: ToolCallFormat) -> str:
-    """What is wrong with an answer; empty if it is well-formed."""
+    """Description of a malformed or missing call; empty if the answer is well-formed."""
     if finish == "error":
         error = message["error"]["message"]
         return "" if "unknown tool" in error or "malformed tool call" in error else f"error {error}"
@@ -233,7 +233,7 @@ def test_schema_that_cannot_be_expressed_is_named_in_header(copier: Copier, stre
         assert arguments(response) == {"days": "x", "town": 5}
 
 
-def test_strict_tool_whose_schema_cannot_be_expressed_is_refused_by_keyword(copier: Copier) -> None:
+def test_strict_tool_with_inexpressible_schema_is_refused_by_keyword(copier: Copier) -> None:
     response = post(copier, BAD, [tool("get_weather", UNIQUE, strict=True)])
     assert response.status_code == 400
     assert "uniqueItems" in response.text and "get_weather" in response.text

@@ -42,6 +42,7 @@ class LLM(PoolingLLM):
         tokenizer: folder of a tokenizer to use instead of the checkpoint's.
         chat_template: template to use instead of the checkpoint's.
         tool_call_parser: format of tool calls, by vLLM's name; ``auto``: detected from the chat template.
+        tool_strictness: constraint on tool calls of ``chat``: ``off``, ``function`` or ``schema`` (default).
         reasoning_parser: format of reasoning, by vLLM's name; ``auto``: detected from the chat template; ``none``:
             reasoning stays in the content.
         pooling_type: ``last``, ``cls``, ``mean`` or ``all``, instead of the checkpoint's.
