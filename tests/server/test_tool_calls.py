@@ -294,6 +294,17 @@ def test_strictness_off_passes_calls_on(tmp_path: Path) -> None:
         assert arguments(post(copier, BAD, [tool("get_weather", CITY)])) == {"days": "x", "town": 5}
 
 
+@pytest.mark.slow
+def test_calls_are_not_constrained_without_guided_decoding(tmp_path: Path) -> None:
+    copier = Copier(tmp_path, HERMES, False)
+    with Served(*copier.arguments, "--guided-decoding-backend", "off") as served:
+        copier.url = served.root
+        response = post(copier, BAD, [tool("get_weather", CITY)])
+        assert arguments(response) == {"days": "x", "town": 5}
+        assert response.headers[HEADER] == "*=off"
+        assert post(copier, BAD, [tool("get_weather", CITY, strict=True)]).status_code == 400
+
+
 def test_marker_in_reasoning_begins_no_call(tmp_path: Path) -> None:
     copier = Copier(tmp_path, HERMES, True, THINKING)
     with Served(*copier.arguments, "--tool-strictness", "function") as served:

@@ -31,6 +31,8 @@ ToolStrictness = Literal["off", "function", "schema"]
 """Values of the option ``tool_strictness``."""
 Format = dict[str, Any]
 """A structural tag format."""
+MAX_CACHED_TOOLS = 2**20
+"""Maximum size of a cached set of functions, bytes of JSON."""
 MAX_UNORDERED = 6
 """Maximum number of arguments of a function for which the order is free. A grammar has a rule for each subset."""
 MAX_ORDERS = 4096
@@ -87,9 +89,9 @@ def constrain_tool_calls(
         return ConstrainedCalls(sampling, {"*": f"off;{conflict}"})
     constraint = sampling.guided_decoding
     if constraint is None:
-        tool_calls, lowered = _tool_call_params(
-            msgspec.json.encode(functions), form, reasoning_markers(formats), strictness, several
-        )
+        encoded = msgspec.json.encode(functions)
+        prepare = _tool_call_params if len(encoded) <= MAX_CACHED_TOOLS else _tool_call_params.__wrapped__
+        tool_calls, lowered = prepare(encoded, form, reasoning_markers(formats), strictness, several)
         return ConstrainedCalls(sampling.replace(tool_calls=tool_calls), lowered)
     if (answer := _answer_format(constraint)) is None:
         return ConstrainedCalls(sampling, {"*": f"off;{constraint.field}"})

@@ -278,9 +278,9 @@ class GrammarCache:
             if params in self._grammars:
                 return
             self._grammars[params] = grammar
-            self._size += _size(grammar)
+            self._size += _size(params, grammar)
             while self._size > MAX_CACHED_BYTES:
-                self._size -= _size(self._grammars.popitem(last=False)[1])
+                self._size -= _size(*self._grammars.popitem(last=False))
 
 
 def _field(params: Constraint) -> str:
@@ -288,8 +288,10 @@ def _field(params: Constraint) -> str:
     return (params.constraint if isinstance(params, ToolCallParams) else params).field
 
 
-def _size(grammar: Grammar) -> int:
-    return max(grammar.size, MIN_CACHED_SIZE)
+def _size(params: Constraint, grammar: Grammar) -> int:
+    """Bytes of a cached grammar and its key."""
+    key = params.constraint if isinstance(params, ToolCallParams) else params
+    return max(grammar.size, MIN_CACHED_SIZE) + key.characters
 
 
 def _executor(name: str, initializer: Callable[[], None] | None = None) -> ThreadPoolExecutor:
