@@ -343,7 +343,8 @@ def test_calls_of_every_dialect_follow_schema(dialect: str, scripted: Served) ->
     path, body, arguments_of = DIALECTS[dialect]
     response = httpx.post(scripted.root + path, json={"model": "default", **body})
     assert response.status_code == 200, response.text
-    assert arguments_of(response.json()) == [{"city": "Paris"}]
+    found = arguments_of(response.json())
+    assert found and all(each == {"city": "Paris"} for each in found)
 
 
 def summary(message: dict[str, Any], finish: str) -> Any:
