@@ -23,6 +23,8 @@ from storm import Outcome, Question, Tally
 from tqdm import tqdm
 
 COLUMNS = (Outcome.RIGHT, Outcome.LEFT, Outcome.REFUSED, Outcome.FAILED, Outcome.BROKEN, Outcome.WRONG, Outcome.LOST)
+FIXED_ADDRESS = ("--engine-address", "127.0.0.1:0")
+"""Options with which no second engine can run next to the first."""
 Scenario = Callable[[list[Question]], Coroutine[Any, Any, Tally]]
 SCENARIOS: dict[str, Scenario] = {
     "clients disconnect during the answer": lambda q: storm.clients_disconnecting(q, 1000),
@@ -31,6 +33,11 @@ SCENARIOS: dict[str, Scenario] = {
     "1,000 connections at once, a queue of 256": lambda q: storm.many_connections(q, 1000),
     "more requests than the queue holds": lambda q: storm.overload(q, 400),
     "kill -9 of the engine": lambda q: storm.engine_killed(q, 200),
+    "kill -9 of an engine, one of two": lambda q: storm.engine_killed(q, 200, "--data-parallel-size", "2"),
+    "kill -9 of a rank, one of two": lambda q: storm.worker_killed(q, 200),
+    "SIGHUP: rolling restart": lambda q: storm.engine_replaced(q, 200),
+    "SIGHUP: rolling restart of two replicas": lambda q: storm.engine_replaced(q, 200, "--data-parallel-size", "2"),
+    "SIGHUP: restart after the old engine": lambda q: storm.engine_replaced(q, 200, *FIXED_ADDRESS),
     "greedy clients": lambda q: storm.greedy_clients(q, 24),
     "10,000 pipelined requests": lambda q: storm.pipelined_requests(q, 10_000),
     "SIGSTOP of the engine": lambda q: storm.engine_hung(q, 200),

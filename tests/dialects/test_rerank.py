@@ -196,6 +196,8 @@ def test_cohere_embed_truncates_long_texts(encoder: Path, embedder: Served) -> N
     assert embed() == embed(truncate="END") == [end]
     assert embed(truncate="START") == [start]
     assert embed(max_tokens=7) == [text]
+    answer = httpx.post(f"{embedder.root}/v2/embed", json={"model": "default", "texts": [" ".join(words), "river"]})
+    assert int(answer.headers["x-penstock-truncated"]) == len(words) - 126
     with pytest.raises(cohere.BadRequestError, match=r"the context has 128 \(max_model_len\)"):
         embed(truncate="NONE")
 

@@ -213,7 +213,7 @@ def test_flags_without_effect_are_accepted_and_reported(
         ("--max-model-len 8q", "--max-model-len: '8q' is wrong: it is not a number such as 4096, 4k or 4K"),
         ("--max-model-len 1.5K", "--max-model-len: '1.5K' is wrong"),
         ("--dtype fp8", "--dtype: 'fp8' is wrong: it is not one of auto, float16"),
-        ("--tool-call-parser xlam", "--tool-call-parser: 'xlam' is wrong: it is not one of auto, hermes"),
+        ("--tool-call-parser nobody", "--tool-call-parser: 'nobody' is wrong: it is not one of auto, generic, "),
         ("--max-logprobs 50", "max_logprobs: 50 is wrong: it must be at most 20, in --max-logprobs"),
         ("--override-generation-config {", "--override-generation-config: '{' is wrong: it is not JSON"),
         ('--override-generation-config {"temprature":1}', "Unexpected keyword argument 'temprature'"),

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import storm
 import torch
 from checkpoints import SMALL, save
 from executors import engine_options
@@ -486,12 +487,21 @@ def test_invalid_adapter_fails_the_start_with_message(given: str, message: str) 
 
 
 @pytest.mark.slow
-def test_restarted_engine_has_its_adapters(server: Served, client: openai.OpenAI, demo_adapters: Path) -> None:
+def test_next_engine_has_adapters_loaded_before(server: Served, client: openai.OpenAI, demo_adapters: Path) -> None:
+    """After the death of the engine, and after its replacement."""
     assert update(server, "load", lora_name="b", lora_path=str(demo_adapters / "b")).status_code == 200
     before = answers(client, "b")
+    long = {"model": "b", "prompt": "The sea", "max_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    text = client.completions.create(**long).choices[0].text
     os.kill(server.pids["engine"][0], signal.SIGKILL)
-    patient = client.with_options(max_retries=20)
-    assert answers(patient, "b") == before
+    assert answers(client, "b") == before
+
+    stream = client.completions.create(**long, stream=True)
+    parts = [next(stream).choices[0].text]
+    asyncio.run(storm.replace_engines(server))
+    parts += [chunk.choices[0].text for chunk in stream]
+    assert "".join(parts) == text
+    assert answers(client, "b") == before
     assert {model.id for model in client.models.list()} == {"penstock-demo", "a", "b"}
     assert update(server, "unload", lora_name="b").status_code == 200
 

@@ -78,6 +78,28 @@ def test_requests_of_killed_engine_continue_in_next_engine(questions: list[Quest
     storm.run(storm.engine_killed(questions, 30, times=1, shared=short_timeouts))
 
 
+def test_streams_continue_when_engine_is_replaced(questions: list[Question], shared: Served) -> None:
+    storm.run(storm.engine_replaced(questions, 30, shared=shared))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--data-parallel-size", "2"),
+        ("--engine-address", "127.0.0.1:0"),  # the old process has to end first
+        ("--api-server-count", "2", "--no-resume"),
+    ],
+)
+def test_no_request_fails_when_engines_are_replaced(questions: list[Question], options: tuple[str, ...]) -> None:
+    storm.run(storm.engine_replaced(questions, 20, *options))
+
+
+@pytest.mark.slow
+def test_requests_of_killed_rank_continue(questions: list[Question]) -> None:
+    storm.run(storm.worker_killed(questions, 20))
+
+
 @pytest.mark.slow
 def test_greedy_clients_do_not_block_others(questions: list[Question], shared: Served) -> None:
     tally = storm.run(storm.greedy_clients(questions, 2, n=50, shared=shared))

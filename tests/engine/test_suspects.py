@@ -16,6 +16,8 @@ COUNTRIES = (
     *("France", "Germany", "Italy", "Spain", "Portugal", "Norway", "Sweden", "Finland", "Denmark", "Poland"),
     *("Austria", "Hungary", "Greece", "Turkey", "Egypt", "Kenya", "Nigeria", "Ghana", "Morocco", "Peru"),
     *("Chile", "Brazil", "Mexico", "Cuba", "Japan", "China", "India", "Nepal", "Thailand", "Vietnam"),
+    *("Iceland", "Ireland", "Belgium", "Croatia", "Serbia", "Romania", "Bulgaria", "Ukraine", "Estonia", "Latvia"),
+    *("Tunisia", "Algeria", "Libya", "Sudan", "Ethiopia", "Uganda", "Tanzania", "Zambia", "Angola", "Senegal"),
 )
 FATAL = "Canada"
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -88,6 +88,27 @@ class Stream:
         return output.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("address", ["", "127.0.0.1:0"])
+def test_restarted_engine_continues_requests(folders: tuple[Path, Path], address: str, oracles: Any) -> None:
+    """With an address for other hosts, the old process has to end before the new one starts."""
+
+    async def check() -> None:
+        async with started(folders[0], engine_address=address) as llm:
+            for _ in range(2):
+                pid, streams = llm.gateway.engine_pool.reports[0].pid, [Stream(llm, 150) for _ in range(4)]
+                await streams[0].started_generating()
+                await llm.restart()
+                assert [await stream.tokens() for stream in streams] == 4 * [oracles[0](PROMPT, 150)]
+                assert llm.gateway.engine_pool.reports[0].pid != pid
+            with pytest.raises(PenstockError, match="not a folder"):
+                await llm.update_weights(folders[0] / "missing", running="restart")
+            assert await Stream(llm, 20).tokens() == oracles[0](PROMPT, 20)
+            assert await llm.update_weights(folders[1], running="restart") == oracles[1].version
+            assert await Stream(llm, 20).tokens() == oracles[1](PROMPT, 20)
+
+    run(check())
+
+
 @pytest.mark.slow
 def test_requests_during_update_pause_and_sleep_get_expected_tokens(
     folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]

@@ -1,4 +1,5 @@
-"""Random requests of every dialect while engines are killed: each answer equals that of an undisturbed server."""
+"""Random requests of every dialect while engines are killed and replaced: each answer equals that of an undisturbed
+server."""
 
 from __future__ import annotations
 
@@ -403,24 +404,45 @@ class Asker:
         async def send() -> Any:
             yield {"model_name": "ensemble", "inputs": inputs, "enable_empty_final_response": True}
 
-        text = b""
+        events = []
         async for result, error in client.stream_infer(send()):
             assert error is None, (request, error)
             self.received += 1
-            output = result.as_numpy("text_output")
-            text += output[0] if output is not None and output.size else b""
+            events.append(message_fields(result))
             if result.get_response().parameters["triton_final_response"].bool_param:
                 break
-        return {("text_output",): text.decode()}
+        return fold(request.dialect, events)
+
+
+def message_fields(result: triton.InferResult) -> dict[str, Any]:
+    """Return the fields of a gRPC response: a text, a list of log probabilities, and other values as JSON."""
+    response = result.get_response()
+    fields: dict[str, Any] = {"model_name": response.model_name, "model_version": response.model_version}
+    fields |= {f"parameter {name}": str(value) for name, value in response.parameters.items()}
+    for output in response.outputs:
+        array = result.as_numpy(output.name)
+        fields[f"datatype of {output.name}"] = output.datatype
+        if array is None:
+            continue
+        if output.name == "text_output":
+            fields[output.name] = "".join(part.decode() for part in array.flatten())
+        elif output.name == "output_log_probs":
+            fields[output.name] = array.flatten().tolist()
+        elif array.size:
+            fields[output.name] = json.dumps(array.tolist())
+    return fields
 
 
 async def kill_engines(served: Served, asker: Asker, rng: Random) -> None:
-    """Kill the oldest engine after a random number of received parts, ``NUM_KILLS`` times."""
-    for _ in range(NUM_KILLS):
-        threshold = asker.received + rng.randint(30, 300)
+    """Kill the oldest engine ``NUM_KILLS`` times, and replace all engines once (SIGHUP), in random order, each time
+    after a random number of received parts."""
+    faults = [signal.SIGKILL] * NUM_KILLS + [signal.SIGHUP]
+    rng.shuffle(faults)
+    for fault in faults:
+        threshold = asker.received + rng.randint(30, 250)
         while asker.received < threshold:
             await asyncio.sleep(rng.uniform(0.0, 0.1))
-        os.kill(served.pids["engine"][0], signal.SIGKILL)
+        os.kill(served.pids["engine"][0] if fault == signal.SIGKILL else served.pid, fault)
 
 
 @pytest.fixture(scope="module")
@@ -434,7 +456,9 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_answers_equal_undisturbed_ones_while_engines_are_killed(flags: tuple[str, ...], replicas: int) -> None:
+def test_answers_equal_undisturbed_ones_while_engines_are_killed_and_replaced(
+    flags: tuple[str, ...], replicas: int
+) -> None:
     rng = Random(f"resumed answers: {replicas}")
     requests = [draw_request(rng, number) for number in range(COUNT)]
     with Served(*flags) as undisturbed:
@@ -447,7 +471,8 @@ def test_answers_equal_undisturbed_ones_while_engines_are_killed(flags: tuple[st
         assert killing.done(), "all requests ended before the last kill"
         await killing
         num_resumed = (await read_metrics(served))["penstock:requests_resumed_total"]
-        print(f"{replicas} engines: {num_resumed:.0f} of {len(some)} requests continued after kills")
+        print(f"{replicas} engines: {num_resumed:.0f} of {len(some)} requests continued in another engine")
+        await asyncio.to_thread(served.find, "was replaced by")
         return answers
 
     answers: list[Any] = []

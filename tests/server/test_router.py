@@ -18,12 +18,17 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import zmq
 from serving import Served, free_ports, run_in_process, usage_error
+from tcp_proxy import TcpProxy
+from test_kserve_grpc import address
 from test_lora import demo_adapters as demo_adapters  # imported so that pytest finds the fixture
 from test_weights import perturbed
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
 
 from penstock import PenstockError, demo
 from penstock.cli.main import main
@@ -31,6 +36,7 @@ from penstock.cluster.http import REGISTER_PATH, call
 from penstock.engine.service import messages
 from penstock.engine.service.client import EngineClient
 from penstock.engine.service.curve import frames, secure_client, secure_server
+from penstock.serve.http.middleware import RESUMED_HEADER
 
 ALLOWED = ("--allowed-local-weights-path",)
 BLOCKS = ("--num-gpu-blocks-override", "120")
@@ -272,6 +278,57 @@ def test_engine_of_another_version_is_refused() -> None:
 
 
 @pytest.mark.slow
+def test_change_of_kernels_is_named_in_answer_and_log(tmp_path: Path) -> None:
+    """With ``--resume-across-fingerprints`` requests continue on an instance with another fingerprint: it is named in a
+    header of whole answers, in a comment of streams, and in gRPC's trailing metadata. Other answers name none."""
+    flags = ("--allow-fingerprint-mismatch", "--resume-across-fingerprints", "--grpc-port", "0")
+    with Deployment(tmp_path, *flags) as deployment:
+        (other,) = deployment.instances("decode")
+        (lost,) = deployment.instances("decode", flags=("--kv-cache-dtype", "int8"))
+        until(lambda: deployment.has("decode", "decode"))
+        (engine,) = other.pids["engine"]
+        os.kill(engine, signal.SIGSTOP)  # all requests are sent to the other instance
+        until(lambda: any("was lost" in state for _, state in deployment.states.values()))
+        router = deployment.router
+        body = {name: value for name, value in LONG.items() if name != "stream"} | {"max_tokens": 1500}
+        request = pb.ModelInferRequest(model_name="ensemble")
+        request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"A story")
+        request.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1]).contents.int_contents.append(1500)
+        request.inputs.add(name="min_length", datatype="INT32", shape=[1, 1]).contents.int_contents.append(1500)
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(grpc.insecure_channel(address(router)))
+        started = threading.Semaphore(0)
+
+        def whole() -> str:
+            return httpx.post(f"{router.url}/completions", json=body, timeout=90).headers.get(RESUMED_HEADER, "")
+
+        def streamed() -> str:
+            with httpx.stream("POST", f"{router.url}/completions", json=body | {"stream": True}, timeout=90) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                started.release()
+                (comment,) = [line for line in lines if line.startswith(": resumed across: ")]
+                assert RESUMED_HEADER not in answer.headers
+                return comment.removeprefix(": resumed across: ")
+
+        def inferred() -> str:
+            _, call = stub.ModelInfer.with_call(request, timeout=90)
+            return str(dict(call.trailing_metadata()).get(RESUMED_HEADER, ""))
+
+        with ThreadPoolExecutor(6) as threads:
+            answers = [threads.submit(ask) for ask in (whole, inferred, streamed, streamed)]
+            for _ in range(2):
+                assert started.acquire(timeout=60)
+            os.kill(engine, signal.SIGCONT)
+            lost.kill()
+            named = {answer.result() for answer in answers}
+        (name,) = named
+        fingerprint = other.find(r"kernels (\S+) \(batch-invariant\)")[1]
+        assert name.startswith(f"kernels {fingerprint}, weights ")
+        router.find(f"tokens were computed again; the results of the other engine may differ: {re.escape(name)}")
+        assert not whole()
+
+
+@pytest.mark.slow
 def test_requests_of_killed_engine_continue_on_other_instance(deployment: Deployment) -> None:
     """All answers are those of an undisturbed engine. The instance is used again after its engine has restarted."""
     complete = Stream(deployment.decode[0]).rest()[0]
@@ -286,6 +343,38 @@ def test_requests_of_killed_engine_continue_on_other_instance(deployment: Deploy
     deployment.router.find(r"was lost.*: [1-9]\d* of its \d+ requests continue on another engine")
     assert httpx.get(f"{deployment.router.root}/health").status_code == 200
     until(lambda: deployment.has("prefill", "decode", "decode"))
+
+
+def test_requests_continue_over_new_connection_to_living_engine(deployment: Deployment) -> None:
+    """The router's TCP connection to an engine is reset. The router sends its requests again over a new connection,
+    also one whose id must be unique, which the engine still computes for the lost connection."""
+    roles = {role: address for address, (role, _) in deployment.states.items()}
+    paddle = {"text": PROMPT, "req_id": "mine", "stream": True, "seed": 3, "temperature": 0.8, "max_dec_len": 900}
+    paddle |= {"min_dec_len": 900}
+
+    def ask(server: Served, on_line: Callable[[int], None] = lambda count: None) -> tuple[str, dict[str, Any]]:
+        text, last = "", dict[str, Any]()
+        with httpx.stream("POST", f"{server.url}/chat/completions", json=paddle, timeout=60) as response:
+            for count, line in enumerate(filter(None, response.iter_lines())):
+                last = json.loads(line)
+                assert not last["error_code"], last
+                text += last["token"]
+                on_line(count)
+        return text, last
+
+    expected = ask(deployment.decode[0])[0]
+    with TcpProxy(int(roles["decode"].rpartition(":")[2])) as proxy:
+        flags = ("--role", "router", "--decode-instances", f"127.0.0.1:{proxy.port}")
+        with Served(*flags, *deployment.secret) as router:
+            stream = Stream(router)
+
+            def reset(count: int) -> None:
+                if count in (20, 200):
+                    assert proxy.reset()
+
+            assert ask(router, reset)[0] == expected
+            assert stream.rest() == Stream(deployment.decode[0]).rest()
+            router.find(r"was lost.*: 2 of its 2 requests continue")
 
 
 def test_leaving_instance_answers_its_requests(deployment: Deployment) -> None:

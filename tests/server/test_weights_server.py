@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -176,6 +177,31 @@ def test_weight_reload_during_streams_uses_expected_weights(
     candidates = range(changed, changed - 3, -1)  # the first tokens after the change may be equal for both weights
     assert any(tokens[at:] == old(PROMPT + before[:at], 1200 - at) for at in candidates)
     assert client.tokens(20) == (old(PROMPT, 20), old.version)
+
+
+def test_new_engine_process_loads_weights_while_old_one_finishes(
+    served: Served, client: Client, folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
+) -> None:
+    (pid,), stream = served.pids["engine"], Stream(served, 1500)
+    described = client.ask("/v1/weights/reload", path=str(folders[1]), running="restart")
+    assert (described["version"], described["path"]) == (oracles[1].version, str(folders[1]))
+    assert stream.ended() == oracles[0](PROMPT, 1500)
+    assert client.tokens(20) == (oracles[1](PROMPT, 20), oracles[1].version)
+    (new,) = served.pids["engine"]
+    assert new != pid
+    os.kill(new, signal.SIGKILL)
+    assert client.tokens(20) == (oracles[1](PROMPT, 20), oracles[1].version)
+
+    client.ask("/pause?mode=keep")
+    refused = client.post("/v1/restart")
+    assert refused.status_code == 400 and "resume it" in refused.text
+    client.ask("/resume")
+    missing = client.post("/v1/weights/reload", path=str(folders[0].parent / "missing"), running="restart")
+    assert missing.status_code == 400 and "is not a folder" in missing.text
+    assert client.tokens(20) == (oracles[1](PROMPT, 20), oracles[1].version)
+    client.ask("/v1/weights/reload", path=str(folders[0]), running="restart")
+    assert client.ask("/v1/restart") == {"restarted": [served.name]}
+    assert client.tokens(20) == (oracles[0](PROMPT, 20), oracles[0].version)
 
 
 def test_refused_weight_update_keeps_weights(

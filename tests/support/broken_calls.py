@@ -9,7 +9,10 @@ from typing import Any
 
 from penstock.text import ToolCallFormat
 from penstock.text.markers import partial_match_length
+from penstock.text.tool_calls.gemma_calls import GemmaFormat
+from penstock.text.tool_calls.nested_calls import NestedFormat
 from penstock.text.tool_calls.pythonic_calls import PythonicFormat
+from penstock.text.tool_calls.values import type_name
 from penstock.text.tool_calls.xml_calls import XMLFormat
 
 Schema = dict[str, Any]
@@ -82,10 +85,18 @@ def write_arguments(form: ToolCallFormat, arguments: Mapping[str, Any]) -> str:
     if isinstance(form, XMLFormat):
         (begin, key_end), around = form.parameter, "\n" if form.trim_newlines else ""
         before = f"{form.line}{form.value_start}" if form.value_start else ""
+        kinds = dict(form.kinds)
         return "".join(
-            f"{begin}{key}{key_end}{before}{around}{_plain(value)}{around}{form.value_end}{form.line}"
+            f"{begin}{key}{key_end}{kinds.get(type_name(value), '')}{before}{around}{_plain(value)}{around}"
+            f"{form.value_end}{form.line}"
             for key, value in arguments.items()
         )
+    if isinstance(form, GemmaFormat):
+        texts = {key: f"{form.quote}{value}{form.quote}" for key, value in arguments.items() if isinstance(value, str)}
+        return ",".join(f"{key}:{texts.get(key) or _plain(value)}" for key, value in arguments.items())
+    if isinstance(form, NestedFormat):
+        mark = form.mark
+        return "".join(f"{mark}<{key}>{_plain(value)}{mark}</{key}>" for key, value in arguments.items())
     if isinstance(form, PythonicFormat):
         return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     return json.dumps(arguments, ensure_ascii=False)

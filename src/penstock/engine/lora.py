@@ -71,9 +71,8 @@ class LoRAManager:
 
     @property
     def paths(self) -> dict[str, str]:
-        """Folders of the adapters that are loaded or being loaded, by name."""
-        paths = {name: adapter.path for name, adapter in self._loaded.items()}
-        return paths | {name: load.path for name, load in self._loading.items()}
+        """Folders of the loaded adapters, by name."""
+        return {name: adapter.path for name, adapter in self._loaded.items()}
 
     def names(self, keys: set[str]) -> list[str]:
         """Sorted names of the loaded adapters with these keys."""
@@ -188,10 +187,11 @@ class LoRAManager:
             raise PenstockError(Code.UNSUPPORTED, message, "lora_name")
         if not name or not path:
             raise invalid("lora_path" if name else "lora_name", "must not be empty: name the adapter and its folder")
-        if (loaded_from := self.paths.get(name)) is not None:
-            if loaded_from == path:
+        known = self._loaded.get(name) or self._loading.get(name)
+        if known:
+            if known.path == path:
                 return False
-            message = f"{name!r} is loaded from another folder, {loaded_from}; unload it first"
+            message = f"{name!r} is loaded from another folder, {known.path}; unload it first"
             raise invalid("lora_name", message)
         self.process_pending()
         if not self._free_slots:

@@ -8,6 +8,9 @@ WeightUpdateMode = Literal["finish", "recompute"]
 """How running sequences are handled during a weight update. ``finish``: they finish with the old weights, while new
 sequences wait. ``recompute``: they are preempted, and continue with the new weights after the tokens generated so far.
 The update never waits for sequences whose clients do not read."""
+ReloadMode = Literal["finish", "recompute", "restart"]
+"""How new weights are loaded: ``WeightUpdateMode``, or ``restart``: by a new engine process for each replica, next to
+the old one if memory allows, which finishes its requests."""
 PauseMode = Literal["abort", "wait", "keep"]
 """How requests are handled when the engine is paused. ``abort``: they are aborted. ``wait``: those that have started
 finish. ``keep``: they continue after ``resume``. With ``wait`` and ``keep``, waiting and new requests stay queued."""

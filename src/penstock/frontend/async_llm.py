@@ -13,9 +13,9 @@ from typing import Any, Self
 from penstock.config.options import LogLevel, LogOptions
 from penstock.core import Code, Failure, LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
-from penstock.engine.modes import PauseMode, WeightUpdateMode
+from penstock.engine.modes import PauseMode, ReloadMode
 from penstock.engine.service.actions import EngineState, PauseGeneration, ResumeGeneration, Sleep, WakeUp
-from penstock.engine.service.control import ModelAction, ModelControl, UpdateWeights
+from penstock.engine.service.control import ModelAction, ModelControl, RestartEngines, UpdateWeights
 from penstock.engine.service.launcher import EngineProcesses
 from penstock.engine.service.messages import Ready
 from penstock.engine.service.pool import ResumePolicy
@@ -38,8 +38,8 @@ class AsyncLLM:
         ...     async for output in llm.generate("Once upon a time"):
         ...         print(output.outputs[0].text)
 
-    Takes the arguments of ``LLM``. The engine starts when the context is entered. If it crashes, it is restarted and
-    open requests fail immediately. The engine logs messages of at least ``log_level`` to standard error.
+    Takes the arguments of ``LLM``. The engine starts when the context is entered. If it crashes, it is restarted, and
+    open requests continue (option ``resume``). The engine logs messages of at least ``log_level`` to standard error.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AsyncLLM:
             self.options.data_parallel_request_cost,
             resume=ResumePolicy.of(self.options),
         )
-        self._control = ModelControl(self._process)
+        self._control = ModelControl(self._process, self._use_new_engines)
         self._watch.add_done_callback(self._on_watch_end)
         try:
             await self._gateway.engine_pool.ready()
@@ -105,14 +105,15 @@ class AsyncLLM:
         """Unload a LoRA adapter; running requests that use it continue. See ``LLM.unload_lora_adapter``."""
         await self.gateway.engine_pool.unload_adapter(lora_name)
 
-    async def update_weights(self, path: str | Path = "", running: WeightUpdateMode = "finish") -> str:
+    async def update_weights(self, path: str | Path = "", running: ReloadMode = "finish") -> str:
         """Replace the model's weights while requests are served. On an error the old weights stay in use.
 
         Args:
             path: folder of a checkpoint of the same model; empty: reload the current checkpoint.
             running: how running requests are handled. ``finish``: they finish with the old weights, and new requests
                 wait. ``recompute``: their KV cache is recomputed with the new weights, and they continue after the
-                tokens generated so far.
+                tokens generated so far. ``restart``: a new engine process loads the new weights (see ``restart``), and
+                the old one finishes its requests within ``drain_timeout``.
 
         Returns:
             The version of the new weights, as in ``RequestOutput.weights_version``.
@@ -122,6 +123,19 @@ class AsyncLLM:
         folder = str(Path(path).absolute()) if path else ""
         state = await self._execute(UpdateWeights(folder, running))
         return state.weights_version
+
+    async def restart(self) -> None:
+        """Replace each engine process by a new one. Running requests continue in the new one with the same output. It
+        starts next to the old one if memory allows, otherwise after it.
+
+        Raises ``PenstockError`` if the new process cannot start, or while the engine is paused or sleeps.
+        """
+        await self._execute(RestartEngines())
+
+    async def _use_new_engines(self) -> None:
+        assert self._process is not None
+        self.gateway.engine_pool.set_engines(self._process.addresses)
+        await self.gateway.engine_pool.connected()
 
     async def pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Pause the engine until ``resume_generation``; new requests wait.

@@ -22,7 +22,7 @@ from penstock.text.isolated_template import IsolatedTemplate
 from .chat_renderer import Steps, Template
 from .fair_queue import MAX_INLINE_TOKENS, TURN_SIZE, DeltaQueue, FairQueue
 from .input_processor import InputProcessor
-from .output_processor import OutputProcessor
+from .output_processor import OutputProcessor, per_token
 from .outputs import RequestOutput, Resume
 from .prompts import Messages, Prompt, TokenizedPrompt
 
@@ -74,6 +74,7 @@ class Gateway(Steps):
             self._on_engine_lost,
             self._output_so_far,
             self._on_moved,
+            self._on_changed,
             vocabulary,
             self._on_cancel,
             request_cost,
@@ -176,7 +177,7 @@ class Gateway(Steps):
         pair = self.input_processor.pair(first, second)
         if isinstance(pair, Texts):
             return pair
-        return Texts(await self.input_processor.chats.text(pair, {}, self, len(first) + len(second), client=client))
+        return await self.input_processor.chats.text(pair, {}, self, len(first) + len(second), client=client)
 
     async def chat_prompt(
         self, messages: Messages, size: int, options: Mapping[str, Any], **arguments: Any
@@ -210,6 +211,7 @@ class Gateway(Steps):
         external_id: str = "",
         tenant: str = "",
         trace: dict[str, str] | None = None,
+        on_token: Callable[[RequestOutput], None] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request; yields the cumulative output after each step, until it is finished.
 
@@ -227,8 +229,10 @@ class Gateway(Steps):
                 in any API process.
             tenant: tenant of the request; ids are unique per tenant.
             trace: as in ``EngineRequest``.
+            on_token: called with the output after each token, even if the engine returns several at once, so that the
+                sequence of calls depends on the tokens alone.
 
-        Raises ``PenstockError`` if the request is invalid, or no engine is ready.
+        Raises ``PenstockError`` if the request is invalid, or no engine is ready; and as ``on_token``.
         """
         arrived = time.monotonic() if arrived is None else arrived
         deadline = None
@@ -268,8 +272,12 @@ class Gateway(Steps):
                 for delta in inbox.pop(TURN_SIZE):
                     if isinstance(delta, Failure):
                         processor.fail(delta)
-                    elif processor.add(delta) is not None:
-                        self.engine_pool.finish_sequence(name, delta.sequence)
+                    else:
+                        for part in per_token(delta) if on_token else (delta,):
+                            if processor.add(part) is not None:
+                                self.engine_pool.finish_sequence(name, delta.sequence)
+                            if on_token and not delta.failure:
+                                on_token(output)
                     changed = changed or not _is_prompt_logprobs_part(delta)
                 if trace:
                     output.times.detokenizing += time.perf_counter() - begun
@@ -362,12 +370,18 @@ class Gateway(Steps):
                 count = len(output.prompt_token_ids) + sum(len(one.token_ids) for one in sequences)
                 output.resumes.append(Resume(reason, count))
 
+    def _on_changed(self, name: str, engine: str) -> None:
+        if (processor := self._processors.get(name)) and processor.output.resumes:
+            processor.output.resumes[-1].changed_engine = engine
+
     def _on_continued(self, name: str, output: RequestOutput) -> None:
         resume, request = output.resumes[-1], self._processors[name].request
         for one in output.resumes:
             one.continued = one.continued or time.monotonic()
         assert resume.continued
         message = "request %s continues after %.2f s (%s): %d tokens were computed again"
+        if resume.changed_engine:
+            message += f"; the results of the other engine may differ: {resume.changed_engine}"
         pause = resume.continued - resume.lost
         logger.info(
             message, request.log_name, pause, resume.reason, resume.num_tokens, extra={"fields": request.log_fields}

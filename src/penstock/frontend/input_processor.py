@@ -170,9 +170,9 @@ class InputProcessor:
 
     def encode_texts(self, texts: Texts) -> TokenizedPrompt:
         """Encode a pair of texts, or a text with a token limit."""
-        token_ids, second_text = self.tokenizer.encode_texts(texts)
+        token_ids, second_text, num_truncated = self.tokenizer.encode_texts(texts)
         has_types = second_text and self.pooler.token_types
-        return TokenizedPrompt(token_ids, second_text=second_text if has_types else 0)
+        return TokenizedPrompt(token_ids, second_text=second_text if has_types else 0, num_truncated=num_truncated)
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """Encode a prompt to token ids."""
@@ -290,7 +290,7 @@ class InputProcessor:
         form = parser_config.reasoning if parser_config else None
         if form is None and limits == ["response_max_tokens"]:
             return None
-        markers = (form.begin or form.start_marker, form.end_marker) if form else ("", "")
+        markers = (form.begin or form.start_marker, form.end or form.end_marker) if form else ("", "")
         begin, end = (self.tokenizer.token_to_id(marker) for marker in markers)
         if begin is None or end is None:
             if limits:
@@ -303,7 +303,8 @@ class InputProcessor:
         calls = sampling.guided_decoding is not None and sampling.guided_decoding.has_tools
         separator = form.before_call if calls else form.before_answer
         between = self.tokenizer.encode(f"{form.end_marker}{separator}", add_special_tokens=False)
-        whole = between[0] == end and self.tokenizer.decode(between[1:], skip_special_tokens=False) == separator
+        rest = f"{form.end_marker}{separator}".removeprefix(form.end or form.end_marker)
+        whole = between[0] == end and self.tokenizer.decode(between[1:], skip_special_tokens=False) == rest
         answer = between[1:] if whole else []
         opening = self.tokenizer.encode(form.start_marker, add_special_tokens=False) if form.channels else []
         begun = parser_config.stage is ReasoningStage.WITHIN

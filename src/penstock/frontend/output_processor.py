@@ -54,7 +54,7 @@ class OutputProcessor:
         """Process a delta. Returns the stop string that ends the sequence, or None. After a stop string, the caller
         ends the sequence in the engine."""
         if self.request.sampling.stop and len(delta.token_ids) > 1:  # a stop string may end before the last token
-            return next((stop for part in _per_token(delta) if (stop := self._add(part)) is not None), None)
+            return next((stop for part in per_token(delta) if (stop := self._add(part)) is not None), None)
         return self._add(delta)
 
     def _add(self, delta: TokenDelta) -> str | None:
@@ -145,9 +145,12 @@ class OutputProcessor:
         return position
 
 
-def _per_token(delta: TokenDelta) -> Iterator[TokenDelta]:
+def per_token(delta: TokenDelta) -> Iterator[TokenDelta]:
     """Split a delta into deltas of one token each."""
     last = len(delta.token_ids) - 1
+    if last < 1:
+        yield delta
+        return
     for i, token in enumerate(delta.token_ids):
         logprobs = None if delta.logprobs is None else delta.logprobs[i : i + 1]
         logits = _row(delta.generation_logits, i, last + 1)

@@ -82,6 +82,8 @@ class Resume:
     """Time at which the engine was lost, seconds on the monotonic clock."""
     continued: float | None = None
     """Time of the next output, seconds on the monotonic clock; None until it arrives."""
+    changed_engine: str = ""
+    """Kernels and weights of the other engine if its results may differ (``resume_across_fingerprints``)."""
 
 
 @dataclass(slots=True)

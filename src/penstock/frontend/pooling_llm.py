@@ -14,6 +14,7 @@ from penstock.core.errors import invalid
 from penstock.engine.engine import Engine
 from penstock.text.encoding import Texts
 
+from .chat_renderer import Steps, run_inline
 from .input_processor import NO_GENERATION, InputProcessor
 from .output_processor import OutputProcessor
 from .outputs import (
@@ -155,7 +156,7 @@ class PoolingLLM(ABC):
         processor = self._input_processor
         pairs = [processor.pair(str(a), str(b)) for a, b in zip(first, second, strict=True)]
         texts = [
-            pair if isinstance(pair, Texts) else Texts(processor.tokenizer.template.render(pair)) for pair in pairs
+            pair if isinstance(pair, Texts) else run_inline(processor.chats.text(pair, {}, Steps())) for pair in pairs
         ]
         outputs = self._classified(texts, pooling_params, use_tqdm, lora_request, truncate_prompt_tokens)
         return [ScoringRequestOutput(ScoringOutput(embedding_of(one)[0]), one.prompt_token_ids) for one in outputs]
@@ -217,7 +218,7 @@ class PoolingLLM(ABC):
             raise invalid("truncate_prompt_tokens", message, 1)
         limit = self.engine.max_model_len if limit == -1 else limit
         if isinstance(prompt, Texts):
-            return self._input_processor.encode_texts(Texts(prompt.text, prompt.pair, max_len=limit))
+            return self._input_processor.encode_texts(msgspec.structs.replace(prompt, max_len=limit))
         if limit is None:
             return self._input_processor.tokenize(prompt)
         if isinstance(prompt, str):

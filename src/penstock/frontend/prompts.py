@@ -21,6 +21,8 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
     images: tuple[ImageInput, ...] = ()
     """Images and video frames, in the order of their placeholders."""
     audio: AudioInput | None = None
+    num_truncated: int = 0
+    """Number of tokens that were removed, as the request or the dialect truncates prompts."""
     second_text: int = 0
     """Index of the second text's first token, for a text pair with token types; 0 for a single text."""
     parser_config: ParserConfig | None = None

@@ -84,6 +84,8 @@ def constrain_tool_calls(
     is_strict = any(function.strict for function in functions)
     if not functions or form is None or (strictness == "off" and not is_strict):
         return ConstrainedCalls(sampling)
+    if not form.constrainable:
+        return ConstrainedCalls(sampling, {"*": "off;tool_call_parser"})
     excluded = [name for name in EXCLUSIVE["tool_calls"] if name != "guided_decoding"]
     if conflict := next((name for name in excluded if sampling.has_effect(name)), None):
         return ConstrainedCalls(sampling, {"*": f"off;{conflict}"})

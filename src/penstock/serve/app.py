@@ -46,6 +46,8 @@ from .http import unknown_fields
 from .http.access import Access, OriginPolicy, origins_of
 from .http.middleware import (
     FINGERPRINT_HEADER,
+    RESUMED_HEADER,
+    TRUNCATED_HEADER,
     WEIGHTS_HEADER,
     ApiKeyMiddleware,
     ApiKeys,
@@ -72,6 +74,7 @@ class Storage(NamedTuple):
     """Stores of client data."""
 
     responses: ResponseStore
+    background: responses.Background
     conversations: ConversationStore
     usage: Usage
     batches: Batches | None
@@ -117,7 +120,7 @@ def build(
     anthropic.add_routes(routes, served_models)
     openai.add_routes(routes, served_models)
     stores = responses.Stores(storage.responses, storage.conversations) if storage else None
-    responses.add_routes(routes, served_models, stores)
+    responses.add_routes(routes, served_models, stores, storage.background if storage else None)
     without_storage: tuple[str, ...] = FILE_PATHS if storage else STORED_PATHS
     if storage and storage.batches:
         without_storage = ()
@@ -162,7 +165,7 @@ def build(
     if options.api_key or options.admin_api_key:
         page = PAGE_PATHS if options.web else frozenset[str]()
         wrapped = ApiKeyMiddleware(wrapped, ApiKeys(options.api_key, options.admin_api_key), refusing(NO_KEY), page)
-    exposed = ["x-request-id", WEIGHTS_HEADER, unknown_fields.HEADER]
+    exposed = ["x-request-id", WEIGHTS_HEADER, TRUNCATED_HEADER, unknown_fields.HEADER, RESUMED_HEADER]
     allow_mismatch = configuration is not None and configuration.engine.allow_fingerprint_mismatch
     if allow_mismatch:
         exposed.append(FINGERPRINT_HEADER)

@@ -43,6 +43,7 @@ async def generate(
     """
     service.metrics.record_arrival(sampling)
     record.log_fields["model"] = service.name
+    record.num_truncated += prompt.num_truncated
     if adapter := options.get("adapter"):
         record.log_fields["adapter"] = adapter
     if record.tenant and not service.options.share_prefix_cache:
@@ -77,6 +78,8 @@ async def generate(
                 while num_resumes < len(output.resumes) and output.resumes[num_resumes].continued:
                     resume = output.resumes[num_resumes]
                     num_resumes += 1
+                    if resume.changed_engine:
+                        record.changed_engines[resume.changed_engine] = None
                     metrics.record_resume(resume)
                     if span:
                         span.resume(resume)

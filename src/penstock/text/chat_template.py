@@ -92,6 +92,8 @@ class ChatTemplate:
             self._template = _environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise invalid("chat_template", f"syntax error in line {error.lineno}: {error.message}") from error
+        self.source = source
+        """Text of the template."""
         self.variables = template_variables(source)
         """Names of the variables that the template reads."""
         self._special = dict(special or {})

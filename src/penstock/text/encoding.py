@@ -20,6 +20,8 @@ class Texts(msgspec.Struct, frozen=True):
     """Side that is truncated."""
     max_second_len: int | None = None
     """Maximum number of tokens of the second text; None: no limit."""
+    has_breaks: bool = False
+    """The text has breaks that are removed (``control_tokens.BREAK``)."""
 
     def __len__(self) -> int:
         return len(self.text) + len(self.pair or "")
@@ -31,6 +33,8 @@ class Encoded(NamedTuple):
     token_ids: list[int]
     second_text: int = 0
     """Index of the first token with token type 1; 0 if all tokens have type 0."""
+    num_truncated: int = 0
+    """Number of tokens that were removed because of a limit."""
 
 
 def encode_texts(tokenizer: Any, texts: Texts) -> Encoded:
@@ -38,6 +42,7 @@ def encode_texts(tokenizer: Any, texts: Texts) -> Encoded:
     special = texts.add_special_tokens
     given = [text for text in (texts.text, texts.pair) if text is not None]
     parts = tokenizer.encode_batch_fast(given, add_special_tokens=False)
+    num_tokens = sum(len(part.ids) for part in parts)
     if texts.pair is not None and texts.max_second_len is not None:
         parts[1].truncate(texts.max_second_len, direction=texts.side)
     if texts.max_len is not None:
@@ -45,8 +50,9 @@ def encode_texts(tokenizer: Any, texts: Texts) -> Encoded:
         lengths = truncated_lengths([len(part.ids) for part in parts], max(texts.max_len - added, 0))
         for part, length in zip(parts, lengths, strict=True):
             part.truncate(length, direction=texts.side)
+    num_truncated = num_tokens - sum(len(part.ids) for part in parts)
     encoded = tokenizer.post_process(*parts, add_special_tokens=special)
-    return Encoded(encoded.ids, encoded.type_ids.index(1) if 1 in encoded.type_ids else 0)
+    return Encoded(encoded.ids, encoded.type_ids.index(1) if 1 in encoded.type_ids else 0, num_truncated)
 
 
 def truncated_lengths(lengths: list[int], limit: int) -> list[int]:

@@ -56,6 +56,8 @@ class HarmonyParser:
         self.found = stage is ReasoningStage.WITHIN
         """True if reasoning has begun."""
         self.in_reasoning = self.found
+        self.has_cut_head = False
+        """True if the text ended in the header of a tool call, which is dropped."""
         self._new_id = new_id
         self._held = ""
         self._in_header = stage is ReasoningStage.BEFORE
@@ -121,6 +123,7 @@ class HarmonyParser:
             self._begin(parts, _Header("final", ""))
             return True
         if last:
+            self.has_cut_head = self._new_id is not None and f"to={FUNCTIONS}" in self._held
             self._held = ""
         return False
 

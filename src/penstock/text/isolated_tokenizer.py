@@ -30,6 +30,7 @@ from penstock.core.errors import invalid
 
 from . import side_files, tokenizer_files
 from .chat_template import ChatTemplate
+from .control_tokens import ControlTokens
 from .encoding import Encoded, Texts
 from .isolated_process import IsolatedProcess, receive, send
 from .side_files import choose_template
@@ -80,6 +81,7 @@ class Loaded(msgspec.Struct, frozen=True):
     special_ids: list[int] = []
     special: dict[str, str] = {}
     templates: dict[str, str] = {}
+    control_tokens: ControlTokens = ControlTokens()
 
 
 def check_tokenizer(folder: Path, chat_template: str | None = None, limits: Limits | None = None) -> None:
@@ -118,8 +120,9 @@ class IsolatedTokenizer(Tokenizer):
         self.special = self._loaded.special
         self.templates = self._loaded.templates
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self.encode_texts(Texts(text, add_special_tokens=add_special_tokens)).token_ids
+    def encode(self, text: str, add_special_tokens: bool = True, has_breaks: bool = False) -> list[int]:
+        texts = Texts(text, add_special_tokens=add_special_tokens, has_breaks=has_breaks)
+        return self.encode_texts(texts).token_ids
 
     def encode_texts(self, texts: Texts) -> Encoded:
         try:
@@ -163,6 +166,10 @@ class IsolatedTokenizer(Tokenizer):
     @cached_property
     def special_ids(self) -> frozenset[int]:
         return frozenset(self._loaded.special_ids)
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        return self._loaded.control_tokens
 
 
 def _start(load: Load) -> tuple[IsolatedProcess, Loaded]:
@@ -215,7 +222,7 @@ def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
     try:
         tokenizer = Tokenizer(Path(load.folder), load.chat_template)
         templates = [_compiled(tokenizer, tools is not None) for tools in (None, PROBE_TOOLS)]
-        vocabulary = tokenizer.vocabulary
+        vocabulary, control_tokens = tokenizer.vocabulary, tokenizer.control_tokens
         for text in PROBES:
             tokenizer.encode(text)
         for template, tools in zip(templates, (None, PROBE_TOOLS), strict=True):
@@ -225,7 +232,7 @@ def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
             return tokenizer, Loaded()
         tokens = [tokenizer.id_to_token(token_id) for token_id in range(len(vocabulary))]
         fields = tokenizer.to_json(), vocabulary, tokens, sorted(tokenizer.special_ids)
-        return tokenizer, Loaded(None, *fields, tokenizer.special, tokenizer.templates)
+        return tokenizer, Loaded(None, *fields, tokenizer.special, tokenizer.templates, control_tokens)
     except PenstockError as error:
         return None, Loaded(error.failure)
     except MemoryError:

@@ -23,14 +23,17 @@ def split_at_marker(text: str, markers: Sequence[str], last: bool, space: str = 
     """Split a text at its first marker.
 
     Args:
-        markers: texts to find; no marker may contain another marker.
+        markers: texts to find. Of two markers at the same position the longer one is found; otherwise no marker may
+            contain another marker.
         last: the text is complete, so nothing is held back.
         space: characters removed before a marker.
     """
     matches = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     if matches:
-        at, marker = min(matches)
+        at, marker = min(matches, key=lambda match: (match[0], -len(match[1])))
         before = text[:at].rstrip(space)
+        if not last and any(len(longer) > len(text) - at and longer.startswith(text[at:]) for longer in markers):
+            return MarkerSplit(before, "", None, text[len(before) :])
         return MarkerSplit(before, text[len(before) : at], marker, text[at + len(marker) :])
     if last:
         return MarkerSplit(text, "", None, "")

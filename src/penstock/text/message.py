@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +17,14 @@ class ToolCall:
     name: str
     arguments: str = ""
     """JSON object as text: the model's text unmodified if its format is JSON, else converted."""
+
+    @property
+    def has_object(self) -> bool:
+        """True if ``arguments`` is a complete JSON object."""
+        try:
+            return isinstance(json.loads(self.arguments), dict)
+        except (ValueError, RecursionError):
+            return False
 
 
 @dataclass(slots=True)
@@ -34,6 +43,19 @@ class Message:
     """The assistant's message so far. Text is appended to its last part, or parts are appended."""
 
     parts: list[MessagePart] = field(default_factory=list)
+    has_cut_head: bool = False
+    """True if the answer ended before the arguments of a tool call began; that call is not in ``parts``."""
+
+    @property
+    def has_cut_call(self) -> bool:
+        """True if the answer ended within a tool call."""
+        return self.has_cut_head or self.cut_call is not None
+
+    @property
+    def cut_call(self) -> ToolCall | None:
+        """The last tool call if the answer ended within its arguments, else None."""
+        last = self.parts[-1] if self.parts else None
+        return last if isinstance(last, ToolCall) and not last.has_object else None
 
     def add_text(self, kind: TextKind, text: str) -> None:
         """Append text to the last part if it is of this kind, otherwise as a new part."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import count
 
 from .harmony import HarmonyParser
 from .markers import split_at_marker
@@ -26,6 +27,8 @@ class ParserConfig:
     """Argument schemas of the available tools."""
     constrained: bool = False
     """True if a grammar ensures that tool calls are well-formed."""
+    id_seed: str = ""
+    """Text from which the ids of calls are derived; empty: random ids."""
 
     @property
     def in_channels(self) -> bool:
@@ -37,7 +40,8 @@ class ParserConfig:
         """Texts that must be detokenized even if they are special tokens."""
         if self.in_channels:
             return HARMONY.marker_tokens
-        reasoning = (self.reasoning.start_marker, self.reasoning.end_marker) if self.reasoning else ()
+        form = self.reasoning
+        reasoning = (form.start_marker, form.end_marker, *form.marker_tokens) if form else ()
         return (*reasoning, *(self.tools.marker_tokens if self.tools else ()))
 
 
@@ -53,13 +57,14 @@ class ResponseParser:
         form = config.reasoning
         self._reasoning: ReasoningParser | HarmonyParser | None = None
         self._tool_calls: ToolCallParser | None = None
+        new_id = _id_generator(config)
         if config.in_channels:
-            self._reasoning = HarmonyParser(
-                config.stage, config.tools.new_id if config.tools else None, config.constrained
-            )
+            self._reasoning = HarmonyParser(config.stage, new_id, config.constrained)
         else:
             self._reasoning = ReasoningParser(form, config.stage, config.continued) if form else None
             self._tool_calls = config.tools.parser(config.schemas) if config.tools else None
+            if self._tool_calls and new_id:
+                self._tool_calls.new_id = new_id
         self._marker_filter = _MarkerFilter((*hidden, *(form.answer_markers if form else ())))
 
     @property
@@ -86,6 +91,9 @@ class ResponseParser:
         if self._tool_calls and last:
             for found in self._tool_calls.add("", last=True):
                 self._append(found)
+            self.message.has_cut_head = self._tool_calls.has_cut_head
+        if last and isinstance(self._reasoning, HarmonyParser):
+            self.message.has_cut_head = self._reasoning.has_cut_head
         if last:
             self.message.add_text("content", self._marker_filter.flush())
 
@@ -98,6 +106,14 @@ class ResponseParser:
             self.message.add_text("content", self._marker_filter.add(part.text))
         else:
             self.message.add_text("reasoning", part.text)
+
+
+def _id_generator(config: ParserConfig) -> Callable[[], str] | None:
+    """Generator of call ids; None if tools may not be called."""
+    tools, numbers = config.tools, count()
+    if tools is None:
+        return None
+    return lambda: tools.new_id(f"{config.id_seed} {next(numbers)}" if config.id_seed else "")
 
 
 class _MarkerFilter:
@@ -114,18 +130,22 @@ class _MarkerFilter:
         if not self._markers:
             return text
         self._held += text
+        return self._filtered(last=False)
+
+    def flush(self) -> str:
+        """Return the held-back text. Called when no marker can follow: at a tool call or at the end of the answer."""
+        kept = self._filtered(last=True) if self._markers else ""
+        self._skip_newlines = False
+        return kept
+
+    def _filtered(self, last: bool) -> str:
         kept = ""
         while True:
             if self._skip_newlines:
                 self._held = self._held.lstrip("\n")
                 self._skip_newlines = not self._held
-            split = split_at_marker(self._held, self._markers, last=False, space="\n")
+            split = split_at_marker(self._held, self._markers, last, space="\n")
             kept, self._held = kept + split.before, split.rest
             if split.marker is None:
                 return kept
             self._skip_newlines = True
-
-    def flush(self) -> str:
-        """Return the held-back text. Called when no marker can follow: at a tool call or at the end of the answer."""
-        held, self._held, self._skip_newlines = self._held, "", False
-        return held

@@ -11,7 +11,9 @@ from penstock import demo
 from penstock.core.errors import invalid
 
 from . import tokenizer_files
+from .breaking_tokenizer import find_control_tokens, with_breaks
 from .chat_template import ChatTemplate
+from .control_tokens import ControlTokens
 from .detokenizer import Detokenizer
 from .encoding import Encoded, Texts, encode_texts
 from .isolated_template import IsolatedTemplate, TemplatePool
@@ -58,19 +60,27 @@ class Tokenizer:
         self._compiled: dict[bool, ChatTemplate | IsolatedTemplate] = {}
         """Chat templates in use, by whether the chat has tools."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text to token ids. Raises ``PenstockError`` (``invalid``) for text with unpaired surrogates."""
+    def encode(self, text: str, add_special_tokens: bool = True, has_breaks: bool = False) -> list[int]:
+        """Encode a text to token ids.
+
+        Args:
+            has_breaks: the text has breaks (``control_tokens.BREAK``), which are removed; no token is matched across
+                them.
+
+        Raises ``PenstockError`` (``invalid``) for text with unpaired surrogates.
+        """
         if not isinstance(text, str):
             raise invalid("prompt", f"must be a string, is {type(text).__name__}")
+        tokenizer = self._breaking if has_breaks else self._tokenizer
         try:  # encode_batch_fast releases the GIL, unlike encode
-            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             raise invalid("prompt", "is not valid text: it has an unpaired surrogate") from error
 
     def encode_texts(self, texts: Texts) -> Encoded:
         """Encode a text or pair of texts, with truncation. Raises ``PenstockError`` as ``encode`` does."""
         try:
-            return encode_texts(self._tokenizer, texts)
+            return encode_texts(self._breaking if texts.has_breaks else self._tokenizer, texts)
         except TypeError as error:
             raise invalid("prompt", "is not valid text: it has an unpaired surrogate") from error
 
@@ -112,6 +122,16 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """Tokens that are not matched in the content of messages."""
+        return find_control_tokens(self._tokenizer, self._breaking)
+
+    @cached_property
+    def _breaking(self) -> Any:
+        """The tokenizer for texts with breaks."""
+        return with_breaks(self._tokenizer)
 
     @property
     def template_source(self) -> str | None:

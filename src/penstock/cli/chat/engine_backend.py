@@ -12,6 +12,7 @@ from penstock.core import Code, PenstockError
 from penstock.frontend.async_llm import AsyncLLM
 from penstock.serve.chat.messages import messages_of
 from penstock.serve.chat.request import Message as RequestMessage
+from penstock.text.generic_tools import NO_TOOLS
 
 from .backend import Answer, ContextFull
 from .conversation import TEMPLATE_KWARGS, Conversation, Message, to_sampling_params
@@ -45,7 +46,7 @@ class Engine:
     async def answer(self, messages: list[Message], conversation: Conversation) -> AsyncGenerator[Answer, None]:
         processor = self._llm.gateway.input_processor
         if conversation.tools and processor.chats.response_formats().tools is None:
-            raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template does not support tools")
+            raise PenstockError(Code.UNSUPPORTED, NO_TOOLS)
         given = to_sampling_params(conversation.sampling)
         names = conversation.sampling.keys() - {TEMPLATE_KWARGS}
         changes = {"max_tokens": None} | {name: getattr(given, name) for name in names}

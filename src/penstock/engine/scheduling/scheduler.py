@@ -85,6 +85,8 @@ class Scheduler:
         self.after_request: Callable[[SequenceGroup, Failure | None], None] = lambda group, failure: None
         """Callback with the sequences of a request that has ended, and its failure (None without an error)."""
         self._groups: dict[str, SequenceGroup] = {}
+        self._by_uid: dict[int, str] = {}
+        """Request ids by ``EngineRequest.uid``."""
         self.kv = KVCacheManager(options, device_pool, host_pool, weights, offloading)
         self.waiting = WaitingQueue(options.scheduling_policy == "priority", options.long_prefill_token_threshold)
         self.running = RunningBatch(options.max_num_seqs, self.kv, self.waiting.schedule_key)
@@ -165,6 +167,8 @@ class Scheduler:
             self.admission.check_queue(sequences[0])
         self.admission.enqueue(sequences, prerequisites())
         self._groups[request.request_id] = SequenceGroup(sequences)
+        if request.uid:
+            self._by_uid[request.uid] = request.request_id
         if request.deaths >= ISOLATED_DEATHS:
             self._planner.isolate(request)
 
@@ -251,6 +255,11 @@ class Scheduler:
             if index < sampling.num_returned
         ]
 
+    def abort_older(self, uid: int) -> None:
+        """Cancel the unfinished request with this ``EngineRequest.uid``, if there is one, before it is added again."""
+        if request_id := self._by_uid.get(uid):
+            self.abort(request_id)
+
     def finish_sequence(self, request_id: str, index: int) -> None:
         """End a sequence because its text contains a stop string. No delta is returned for it."""
         if group := self._groups.get(request_id):
@@ -279,6 +288,7 @@ class Scheduler:
     def _remove(self, request_id: str, failure: Failure | None = None) -> None:
         """Remove a request whose sequences have all ended, the last one with ``failure`` (None without an error)."""
         group = self._groups.pop(request_id)
+        self._by_uid.pop(group.request.uid, None)
         self.builder.drop_beam_steps(request_id)
         self.admission.remove_request(group.first)
         self.after_request(group, failure)

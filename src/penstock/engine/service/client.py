@@ -36,6 +36,7 @@ UNHEALTHY_SHARE = 0.25
 MAX_STOPPED = 3.0
 """Seconds for which an engine process may be stopped, for example by SIGSTOP, before new requests are refused."""
 ENGINE_DIED = Failure(Code.UNAVAILABLE, "the engine died; it is being started again, try again soon")
+ENGINE_RESTARTS = Failure(Code.UNAVAILABLE, "the engine has stopped; it is being started again, try again soon")
 
 
 class EngineClient:
@@ -290,8 +291,9 @@ class EngineClient:
                 case messages.Cancel(request_ids):
                     self._on_cancel(request_ids)
                 case messages.Adapters(paths):
-                    self.adapters = paths
-                    self._on_adapters(paths)
+                    loading = {name: self.adapters[name] for name in self._reloads.values() if name in self.adapters}
+                    self.adapters = loading | paths
+                    self._on_adapters(self.adapters)
                 case messages.CallResult(call_id, failure, snapshot):
                     self._reloads.pop(call_id, None)
                     if (call := self._calls.get(call_id)) is not None and not call.done():
@@ -349,11 +351,12 @@ class EngineClient:
         self._receive(all=True)
         self.suspects = self._connection.suspects()
         self._connection.close()
+        local = ENGINE_RESTARTS if self._stopping else ENGINE_DIED
         self._stats, self._clock_offset, self._stopping = messages.Stats(), None, False
         if not self._refusing:
             self._engine_changed.clear()
             lost = Failure(Code.UNAVAILABLE, f"the engine at {self.name} was lost; try again soon")
-            self._fail_open_requests(lost if self._connection.remote else ENGINE_DIED)
+            self._fail_open_requests(lost if self._connection.remote else local)
         self._connect()
         self._send(messages.Connect())
 

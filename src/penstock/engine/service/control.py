@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Coroutine
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
 
 from penstock.core import Code, PenstockError
 
-from ..modes import WeightUpdateMode
+from ..modes import ReloadMode, WeightUpdateMode
 from . import messages
 from .actions import (
     CommitWeights,
@@ -30,7 +33,7 @@ from .launcher import EngineProcesses
 logger = logging.getLogger(__name__)
 
 READY_TIMEOUT = 10.0
-"""Maximum time to wait for engines that are being restarted, seconds."""
+"""Maximum time to wait for engines that are being restarted, and for clients to use a new engine, seconds."""
 
 
 class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
@@ -38,10 +41,14 @@ class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
 
     path: str = ""
     """Folder of a checkpoint of the same model; empty: read the current folder again."""
-    running: WeightUpdateMode = "finish"
+    running: ReloadMode = "finish"
 
 
-ModelAction: TypeAlias = UpdateWeights | PauseGeneration | ResumeGeneration | Sleep | WakeUp
+class RestartEngines(msgspec.Struct, tag=True, frozen=True):
+    """Replace each engine process by a new one, which may run a newer version of the installed package."""
+
+
+ModelAction: TypeAlias = UpdateWeights | RestartEngines | PauseGeneration | ResumeGeneration | Sleep | WakeUp
 """Actions that ``ModelControl`` executes on all engines of a model."""
 
 
@@ -50,10 +57,14 @@ class ModelControl:
 
     All engines load new weights before any engine uses them. If an engine cannot load them, all keep the old weights.
     A restarted engine gets the same weights as the other engines, and is paused or sleeps if they do.
+
+    Args:
+        announce: called when ``processes.addresses`` have changed; returns when all clients use the new engines.
     """
 
-    def __init__(self, processes: EngineProcesses) -> None:
+    def __init__(self, processes: EngineProcesses, announce: Callable[[], Awaitable[None]]) -> None:
         self._processes = processes
+        self._announce = announce
         self._clients: list[EngineClient] = []
         self._updating = False
         self._pause_action: PauseGeneration | Sleep | None = None
@@ -73,7 +84,11 @@ class ModelControl:
         except TimeoutError as error:
             raise PenstockError(Code.UNAVAILABLE, "an engine is being restarted; try again soon") from error
         try:
-            if isinstance(action, UpdateWeights):
+            if isinstance(action, RestartEngines):
+                await self._replace_engines(self._processes.weights)
+            elif isinstance(action, UpdateWeights) and action.running == "restart":
+                await self._replace_engines(action.path or self._processes.weights)
+            elif isinstance(action, UpdateWeights):
                 await self._update_weights(action)
             else:
                 if isinstance(action, PauseGeneration | Sleep):
@@ -108,12 +123,59 @@ class ModelControl:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _update_weights(self, update: UpdateWeights) -> None:
+    @contextlib.contextmanager
+    def _update(self) -> Iterator[None]:
+        """Context of a change of the engines. Raises ``PenstockError`` (``unavailable``) during another one."""
         if self._updating:
-            message = "a weight update is in progress; wait until it has ended"
+            message = "a weight update or restart is in progress; wait until it has ended"
             raise PenstockError(Code.UNAVAILABLE, message)
         self._updating = True
         try:
+            yield
+        finally:
+            self._updating = False
+
+    async def _replace_engines(self, weights: str) -> None:
+        """Replace the engine processes, one after the other.
+
+        Args:
+            weights: folder of the weights that the new processes load; empty: the option ``model``.
+        """
+        with self._update():
+            if self._pause_action:
+                message = "the engine is paused or sleeps: resume it, or wake it up, before you restart it"
+                raise PenstockError(Code.UNSUPPORTED, message)
+            for replica in range(len(self._clients)):
+                started = time.monotonic()
+                old = self._pids.get(replica)
+                try:
+                    await self._processes.replace(replica, weights, partial(self._use_new_engine, replica))
+                except PenstockError as error:
+                    if not replica:
+                        raise
+                    logger.error("engine %d could not be replaced: %s; restarting it", replica, error)
+                    self._processes.weights = weights  # those of the engines that were replaced before
+                    self._processes.restart(replica)
+                await self._clients[replica].ready()
+                fields = {"seconds": time.monotonic() - started}
+                pid = self._processes.pid(replica)
+                logger.info("engine process %s was replaced by %d", old, pid, extra={"fields": fields})
+
+    async def _use_new_engine(self, replica: int) -> None:
+        """Make all clients use the engine process that has replaced another one."""
+        old = self._clients[replica]
+        new = self._clients[replica] = self._client(replica, self._processes.addresses[replica])
+        old.stop_serving(STOPPING)
+        await old.close()
+        try:
+            async with asyncio.timeout(READY_TIMEOUT):
+                await asyncio.gather(self._announce(), new.ready())
+        except TimeoutError:
+            logger.warning("an API process does not use the new engine process yet")
+
+    async def _update_weights(self, update: UpdateWeights) -> None:
+        assert update.running != "restart"
+        with self._update():
             try:
                 await self._call_all(LoadWeights(update.path))
             except BaseException:
@@ -121,17 +183,15 @@ class ModelControl:
                     *(client.call(DiscardWeights()) for client in self._clients), return_exceptions=True
                 )
                 raise
-            await self._commit(update)
-        finally:
-            self._updating = False
+            await self._commit(update.path, update.running)
 
-    async def _commit(self, update: UpdateWeights) -> None:
+    async def _commit(self, path: str, running: WeightUpdateMode) -> None:
         """Use the loaded weights in all engines. Raises an error if all engines fail; if only some fail, restarts
         them."""
-        path = update.path or self._processes.weights
+        path = path or self._processes.weights
 
         async def commit(client: EngineClient) -> None:
-            await client.call(CommitWeights(update.running))
+            await client.call(CommitWeights(running))
             self._processes.weights = path
 
         results = await asyncio.gather(*map(commit, self._clients), return_exceptions=True)

@@ -11,6 +11,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -18,6 +19,7 @@ from penstock.config.addresses import join_address, split_address
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.config.temporary_folder import TemporaryFolder
 from penstock.core import Code, PenstockError
+from penstock.planning.host_memory import free_host_bytes
 
 from ..exit_status import exit_reason
 from . import messages
@@ -61,7 +63,7 @@ class EngineProcess:
         self._logs = logs or LogOptions()
         self._replica = replica
         self._name = f"engine {replica}" if options.data_parallel_size > 1 else "the engine"
-        self.weights = ""
+        self.weights = self._previous_weights = ""
         """Folder of the weights that the next process loads; empty: the option ``model``."""
         self._drain_timeout = options.drain_timeout
         self._folder = TemporaryFolder()
@@ -72,6 +74,10 @@ class EngineProcess:
         self._suspects: list[int] = []
         """Requests in the fatal step of the last process."""
         self._process: Process | None = None
+        self._start_seconds = 0.0
+        """Duration of the last start."""
+        self._restarting: asyncio.Future[PenstockError | None] | None = None
+        """Set while the process is restarted on purpose; done with the error or None once the next one was started."""
         self._restart_limit = RestartLimit()
         self.ready: messages.Ready | None = None
         """Report of the running engine; None while it starts."""
@@ -98,6 +104,14 @@ class EngineProcess:
             self.ready = None
             if self.closing or not (self.restarts or status):
                 return
+            if (restarting := self._restarting) and not restarting.done():
+                self._suspects = []
+                try:
+                    restarting.set_result(await self._relaunch(self._previous_weights))
+                except PenstockError as error:
+                    logger.error("%s could not be restarted: %s", self._name, error)
+                    restarting.set_result(error)
+                continue
             logger.error("%s (process %d) ended: %s", self._name, self._process.pid, exit_reason(status))
             if not self.restarts:
                 return
@@ -118,12 +132,58 @@ class EngineProcess:
         assert self._process is not None, "start it first"
         return self._process.pid
 
+    @property
+    def can_run_twice(self) -> bool:
+        """True if a second process can run next to this one: there is memory for its weights and KV cache, and both
+        share no GPU and no port."""
+        options = self.options
+        shares = options.engine_address or options.role != "mixed" or options.nnodes > 1
+        if self.ready is None or shares or options.distributed_executor_backend == "ray":
+            return False
+        return 0 < self.ready.host_bytes < free_host_bytes()
+
+    def successor(self, weights: str) -> EngineProcess:
+        """An engine with the same options and KV cache that is not started yet, with an address of its own."""
+        assert self.ready is not None
+        options = msgspec.structs.replace(self.options, num_gpu_blocks_override=self.ready.num_blocks)
+        engine = EngineProcess(options, self._logs, self._replica)
+        engine.weights = weights
+        return engine
+
+    async def restart(self, weights: str) -> None:
+        """Stop the process, and wait until ``watch`` has started the next one at the same address. Its requests
+        continue there if a start takes at most half of ``resume_timeout``; otherwise they get ``drain_timeout`` to end.
+
+        Args:
+            weights: folder of the weights to load.
+
+        Raises ``PenstockError`` if the next process cannot load them, and has the current weights again, or does not
+        start; ``watch`` then tries again.
+        """
+        assert self._process is not None
+        assert self._restarting is None
+        options = self.options
+        drains = not options.resume or self._start_seconds > options.resume_timeout / 2
+        self._restarting = asyncio.get_running_loop().create_future()
+        self._previous_weights, self.weights = self.weights, weights
+        try:
+            timeout = self._drain_timeout * drains + EXIT_TIMEOUT
+            await terminate(self._process, timeout, signal.SIGTERM if drains else signal.SIGUSR1)
+            error = await self._restarting
+        finally:
+            self._restarting = None
+        if error:
+            raise error
+
     async def close(self) -> int:
         """Stop the engine once its open requests have ended, or at once if it is starting. Returns its exit status."""
         self.closing = True
         status = 0
         if self._process is not None:
-            status = await terminate(self._process, self._drain_timeout + EXIT_TIMEOUT, kill=self.ready is None)
+            number = signal.SIGTERM if self.ready else signal.SIGKILL
+            status = await terminate(self._process, self._drain_timeout + EXIT_TIMEOUT, number)
+        if self._restarting and not self._restarting.done():
+            self._restarting.set_result(PenstockError(Code.UNAVAILABLE, "the server is stopping"))
         self._heartbeat.close()
         self._step_record.close()
         self._folder.close()
@@ -154,20 +214,25 @@ class EngineProcess:
                 process.kill()
                 return
 
-    async def _relaunch(self) -> None:
-        """Restart the process with the weights that were in use. If they cannot be read, load the weights of the option
-        ``model``, unless there are other replicas, whose weights must be equal. Raises ``PenstockError``."""
+    async def _relaunch(self, fallback: str = "") -> PenstockError | None:
+        """Start the next process. If it cannot read its weights, start it with those of ``fallback`` (empty: the option
+        ``model``) and return the error, unless there are other replicas, whose weights must be equal. Raises
+        ``PenstockError``."""
         try:
             await self._launch()
+            return None
         except PenstockError as error:
-            if not self.weights or self.options.data_parallel_size > 1 or error.failure.code is Code.UNAVAILABLE:
+            unavailable = error.failure.code is Code.UNAVAILABLE
+            if self.weights == fallback or self.options.data_parallel_size > 1 or unavailable:
                 raise
-            message = "%s cannot start with the weights in use, %s: %s; starting with the weights of the option model"
-            logger.error(message, self._name, self.weights, error)
-            self.weights = ""
+            message = "%s cannot start with the weights of %s: %s; starting with the weights of %s"
+            logger.error(message, self._name, self.weights, error, fallback or "the option model")
+            self.weights = fallback
             await self._launch()
+            return error
 
     async def _launch(self) -> messages.Ready:
+        started = time.monotonic()
         command = [sys.executable, "-P", "-m", "penstock.engine.service.server", self.address]
         self._heartbeat.reset()
         self._process = process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
@@ -185,7 +250,7 @@ class EngineProcess:
         if isinstance(report, messages.StartFailed):
             await process.wait()
             raise PenstockError.of(report.failure)
-        self.ready = report
+        self.ready, self._start_seconds = report, time.monotonic() - started
         # After a restart, the engine must have the same port, even if the system has chosen it (port 0).
         self.options = msgspec.structs.replace(self.options, engine_address=report.engine_address)
         return report
@@ -200,6 +265,9 @@ class EngineProcesses:
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None) -> None:
         self._engines = [EngineProcess(options, logs, replica) for replica in range(options.data_parallel_size)]
+        self._replaced: list[EngineProcess] = []
+        """Engines that finish their requests after they were replaced."""
+        self._replacing = asyncio.Lock()
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -243,11 +311,49 @@ class EngineProcesses:
 
     async def watch(self) -> None:
         """Restart processes that die or hang. Returns after ``close``, or when all processes have died too often."""
-        await asyncio.gather(*(engine.watch() for engine in self._engines))
+        await asyncio.gather(*map(self._watch, range(len(self._engines))))
+
+    async def _watch(self, replica: int) -> None:
+        while True:
+            engine = self._engines[replica]
+            await engine.watch()
+            async with self._replacing:
+                if engine is self._engines[replica]:
+                    return
+
+    async def replace(self, replica: int, weights: str, on_started: Callable[[], Awaitable[None]]) -> None:
+        """Replace an engine process by a new one: next to it, with another address, if memory allows, otherwise after
+        it, at the same address.
+
+        Args:
+            weights: folder of the weights that the new process loads; empty: the option ``model``.
+            on_started: called with the new process's address in ``addresses``; returns when all clients use it. The old
+                process then finishes the requests that it still has within ``drain_timeout``.
+
+        Raises ``PenstockError`` if the new process cannot start. The old one then remains, unless it had to end before.
+        """
+        async with self._replacing:
+            old = self._engines[replica]
+            if not old.can_run_twice:
+                await old.restart(weights)
+                return
+            new = old.successor(weights)
+            ready = await new.start()
+            if ready.protocol != messages.PROTOCOL:
+                await new.close()
+                message = f"Penstock {ready.version} is installed now, which needs a restart of the whole server"
+                raise PenstockError(Code.UNSUPPORTED, message)
+            self._engines[replica] = new
+            self._replaced.append(old)
+            try:
+                await on_started()
+            finally:
+                await old.close()
+                self._replaced.remove(old)
 
     async def close(self) -> int:
         """Stop the engines (see ``EngineProcess.close``). Returns the first exit status that is not 0, or 0."""
-        statuses = await asyncio.gather(*(engine.close() for engine in self._engines))
+        statuses = await asyncio.gather(*(engine.close() for engine in [*self._engines, *self._replaced]))
         return next((status for status in statuses if status), 0)
 
     def stop_restarting(self) -> None:
@@ -257,8 +363,12 @@ class EngineProcesses:
 
     def kill(self) -> None:
         """Kill all engine processes of the model."""
-        for engine in self._engines:
+        for engine in [*self._engines, *self._replaced]:
             engine.kill()
+
+    def pid(self, replica: int) -> int:
+        """Process id of a replica."""
+        return self._engines[replica].pid
 
     def restart(self, replica: int) -> None:
         """Kill a process. ``watch`` then restarts it."""
@@ -273,15 +383,15 @@ def _with_replica_port(options: EngineOptions, replica: int) -> EngineOptions:
     return msgspec.structs.replace(options, engine_address=join_address(host, port + replica if port else 0))
 
 
-async def terminate(process: Process, timeout: float, kill: bool = False) -> int:
+async def terminate(process: Process, timeout: float, number: signal.Signals = signal.SIGTERM) -> int:
     """Terminate a process and return its exit status.
 
     Args:
-        timeout: seconds after SIGTERM until the process is killed.
-        kill: kill the process at once, without SIGTERM.
+        timeout: seconds after the signal until the process is killed.
+        number: signal that ends the process.
     """
     with contextlib.suppress(ProcessLookupError):  # the process has exited already
-        process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
+        process.send_signal(number)
     try:
         async with asyncio.timeout(timeout):
             return await process.wait()

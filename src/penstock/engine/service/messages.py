@@ -119,7 +119,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """``Engine.info.fingerprint``: equal for engines with bit-identical results."""
     batch_invariant: bool
     adapters: dict[str, str]
-    """Name → folder of each LoRA adapter that is loaded or being loaded (``Adapters.paths``)."""
+    """Name → folder of each loaded LoRA adapter."""
     iteration_timeout: float = 0.0
     """The option ``engine_iteration_timeout``, seconds; 0: no timeout."""
     prefix_caching: bool = True
@@ -128,6 +128,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """Role of the engine: ``mixed``, ``prefill`` or ``decode``."""
     max_waiting: int = 0
     """The option ``max_waiting``."""
+    host_bytes: int = 0
+    """Bytes of host memory for weights and KV cache on all ranks; 0 on a GPU."""
     state: EngineState = EngineState()
     """Weights, pause and sleep state of the engine."""
     tokenizer_version: str = ""
@@ -324,7 +326,7 @@ class Adapters(msgspec.Struct, tag=True, frozen=True):
     """The LoRA adapters of the engine. Sent to every client when they change."""
 
     paths: dict[str, str]
-    """Name → folder of each adapter that is loaded or being loaded."""
+    """Name → folder of each loaded adapter."""
 
 
 class StepStarted(msgspec.Struct, tag=True, frozen=True):

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import msgspec
 
@@ -21,16 +20,14 @@ from penstock.core.requests import ISOLATED_DEATHS
 
 from . import messages
 from .actions import EngineState, Inspect, LoadAdapter, ResetPrefixCache, Synchronize, UnloadAdapter
-from .client import STOPPING, EngineClient
+from .client import ENGINE_RESTARTS, STOPPING, EngineClient
 from .instance import Instance
-from .prefix_index import PrefixIndex
+from .load_balancer import LoadBalancer
 from .replica import OpenRequest, Replica
 from .snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-MAX_OVERDUE = 2.0
-"""Seconds by which an engine's heartbeat or message may be overdue before other engines are preferred."""
 INSPECT_TIMEOUT = 2.0
 """Maximum seconds to wait for an engine's snapshot."""
 NO_ENGINE = Failure(Code.UNAVAILABLE, "no instance is available to answer; try again soon")
@@ -61,16 +58,7 @@ class EnginePool:
     """Sends requests to one of several engines with the same model: data-parallel replicas started by this server, and
     instances on any host (``set_instances``). Create and use a pool in one event loop.
 
-    A request is sent to the replica with the least cost. The cost is a number of tokens: uncached tokens of the
-    request's prompt, prompt tokens that the replica has not computed yet, tokens for which the replica has no free KV
-    blocks, and ``request_cost`` for each of its open requests. So a request is sent to the replica with its longest
-    cached prefix, unless the additional load of that replica exceeds the tokens saved. ``PrefixIndex`` estimates the
-    cached prefixes from the requests sent by this process. Among equal replicas the choice is random. If the queue of a
-    replica is full, another replica is tried. Requests with an ``external_id`` are assigned by the checksum of that id,
-    which must be unique among all processes.
-
-    If there are prefill instances, and the replica would have to compute ``min_prefill_tokens`` or more, the request
-    lists the prefill instances, in ascending order of the prompt tokens that they have to compute.
+    ``LoadBalancer`` chooses the replica of a request. If its queue is full, another replica is tried.
 
     When an engine is lost, its requests continue on another one, from the output that has arrived: the same engine
     process started again, a replica, or another instance. Until one is available they wait, as new requests do.
@@ -82,6 +70,8 @@ class EnginePool:
         get_output: returns the output so far of each sequence of a request, by index.
         on_moved: called with the ids of requests that have lost their engine and continue, and the reason:
             ``engine_died``, ``engine_lost`` or ``engine_stopping``.
+        on_changed: called with the id of a request before the first output of another engine whose results may differ,
+            and the kernels and weights of that engine.
         resume: how requests continue.
         get_vocabulary: see ``EngineClient``.
         on_cancel: see ``EngineClient``.
@@ -97,6 +87,7 @@ class EnginePool:
         on_lost: Callable[[Failure, Collection[str]], None],
         get_output: Callable[[str], Sequence[GeneratedSequence]],
         on_moved: Callable[[Collection[str], str], None],
+        on_changed: Callable[[str, str], None],
         get_vocabulary: Callable[[], Vocabulary],
         on_cancel: Callable[[list[str]], None],
         request_cost: int,
@@ -108,6 +99,7 @@ class EnginePool:
         self._on_lost = on_lost
         self._get_output = get_output
         self._on_moved = on_moved
+        self._on_changed = on_changed
         self._resume = resume
         self._last_engine: messages.Ready | None = None
         """Last report returned by ``require_engine``."""
@@ -115,8 +107,6 @@ class EnginePool:
         """Time since which no engine is available, monotonic clock, as far as noticed."""
         self._get_vocabulary = get_vocabulary
         self._on_cancel = on_cancel
-        self._request_cost = request_cost
-        self._min_prefill_tokens = min_prefill_tokens
         self._secret = secret
         self._open: dict[str, OpenRequest] = {}
         self._counted: set[tuple[str, int]] = set()
@@ -126,12 +116,32 @@ class EnginePool:
         """Set when an engine connects or the instances change, and by ``stop_serving``."""
         self._closing: set[asyncio.Task[None]] = set()
         self._replicas: list[Replica] = []
-        self._prefixes = PrefixIndex()
+        self._balancer = LoadBalancer(self._replicas, request_cost, min_prefill_tokens)
         for address in addresses:
             self._add(address)
 
+    def set_engines(self, addresses: Collection[str]) -> bool:
+        """Replace the engines started by this server. Returns True if there are new ones. Once they are connected,
+        those not in ``addresses`` are removed: their requests continue on the new ones, and those that cannot finish
+        where they are."""
+        added = [address for address in addresses if address not in {replica.address for replica in self._replicas}]
+        if not added:
+            return False
+        for replica in self._replicas:
+            replica.replaced = replica.instance is None and replica.address not in addresses
+        for address in added:
+            self._add(address)
+        return True
+
+    async def connected(self) -> None:
+        """Wait until all engines started by this server are connected. Raises ``PenstockError`` (``unavailable``) after
+        ``stop_serving``."""
+        clients = [replica.client for replica in self._replicas if replica.instance is None and not replica.replaced]
+        await asyncio.gather(*(client.ready() for client in clients))
+
     def set_instances(self, instances: Iterable[Instance]) -> None:
-        """Replace the instances. Instances not in ``instances`` finish their requests, and are then removed."""
+        """Replace the instances. The requests of those not in ``instances`` continue on other ones, or finish where
+        they are."""
         found = {f"tcp://{instance.address}": instance for instance in instances}
         for replica in self._replicas:
             if replica.instance is None:
@@ -139,9 +149,9 @@ class EnginePool:
             replica.leaving = replica.address not in found
             if not replica.leaving:
                 replica.instance = found.pop(replica.address)
-        self._remove_idle()
         for address, instance in found.items():
             self._add(address, instance)
+        self._move_from_leaving()
         self._changed.set()
 
     def _add(self, address: str, instance: Instance | None = None) -> None:
@@ -165,10 +175,10 @@ class EnginePool:
         self._replicas.append(replica)
 
     def _remove_idle(self) -> None:
-        """Disconnect from instances that are leaving and have no open request."""
+        """Disconnect from engines that are leaving and have no open request."""
         for replica in [replica for replica in self._replicas if replica.leaving and not replica.num_requests]:
             self._replicas.remove(replica)
-            self._prefixes.remove_replica(replica.number)
+            self._balancer.forget(replica)
             task = asyncio.ensure_future(replica.client.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -178,7 +188,7 @@ class EnginePool:
     @property
     def reports(self) -> list[messages.Ready]:
         """Reports of the connected engines started by this server."""
-        started = [replica.client for replica in self._replicas if replica.instance is None]
+        started = [replica.client for replica in self._replicas if replica.instance is None and not replica.leaving]
         return [client.engine for client in started if client.engine]
 
     @property
@@ -238,7 +248,7 @@ class EnginePool:
         try:
             engine = self.require_engine()
         except PenstockError as error:
-            if self._last_engine is None or not self._may_wait(error):
+            if self._last_engine is None or not self._may_wait(error.failure):
                 raise
             return self._last_engine
         self._last_engine, self._lost_at = engine, math.inf
@@ -307,7 +317,7 @@ class EnginePool:
 
     async def reset_prefix_cache(self) -> None:
         """Drop the cached prefixes of all connected engines."""
-        self._prefixes.clear()
+        self._balancer.clear()
         await asyncio.gather(*(replica.client.call(ResetPrefixCache()) for replica in self._connected(asleep=True)))
 
     async def load_adapter(self, name: str, path: str) -> None:
@@ -365,7 +375,7 @@ class EnginePool:
         try:
             self._assign(entry)
         except PenstockError as error:
-            if not self._may_wait(error):
+            if not self._may_wait(error.failure):
                 raise
             self._check_queue()
             self._wait(entry)
@@ -387,8 +397,7 @@ class EnginePool:
             return
         if abort:
             replica.client.notify(messages.Abort(request_id))
-        if self._has_choice:
-            self._prefixes.insert(entry.request, output or [], replica.number)
+        self._balancer.record(entry.request, output or [], replica)
         if replica.leaving:
             self._remove_idle()
 
@@ -435,16 +444,11 @@ class EnginePool:
             request = msgspec.structs.replace(request, resumed=output)
         if entry.deaths:
             request = msgspec.structs.replace(request, deaths=entry.deaths)
-        cached = self._cached_tokens(request)
-        replica = self._route(request, available, cached)
-        uncached = len(request.prompt) - cached[replica]
-        prefills = self._prefill_instances(request, uncached, cached) if replica.takes_kv else []
-        if self._has_choice:
-            for computing in [replica, *prefills[:1]]:
-                self._prefixes.insert(request, [], computing.number)
+        replica, uncached, prefills = self._balancer.choose(request, available)
         addresses = tuple([replica.kv_address for replica in prefills])
         replica.client.add(msgspec.structs.replace(request, prefill=addresses) if addresses else request)
         entry.assign(replica, uncached, prefills)
+        entry.changed = entry.engine is not None and not _same_bits(entry, replica)
         self._lost_at = math.inf
         if name and not entry.engine:
             entry.adapter_path = replica.client.adapters.get(name)
@@ -453,10 +457,10 @@ class EnginePool:
 
     # --- Waiting for an engine --------------------------------------------------------------------------------------
 
-    def _may_wait(self, error: PenstockError) -> bool:
-        """True if a request that failed with ``error`` may wait for an engine: there was one, which was lost less than
-        the resume timeout ago."""
-        if error.failure.code is not Code.UNAVAILABLE or error.failure == messages.ENGINE_ASLEEP or self._refusing:
+    def _may_wait(self, failure: Failure) -> bool:
+        """True if a request that failed with ``failure`` may wait for an engine: one was lost less than the resume
+        timeout ago."""
+        if failure.code is not Code.UNAVAILABLE or failure == messages.ENGINE_ASLEEP or self._refusing:
             return False
         now = time.monotonic()
         self._lost_at = min(self._lost_at, now)
@@ -489,22 +493,18 @@ class EnginePool:
             try:
                 self._assign(entry)
             except PenstockError as error:
-                if self._may_wait(error):
+                if self._may_wait(error.failure):
                     continue
                 self._fail([entry.request.request_id], error.failure)
 
     def _can_continue(self, entry: OpenRequest, replica: Replica) -> bool:
-        """True if a replica computes the rest of a request's output with the same bits."""
+        """True if a replica may compute the rest of a request's output."""
         old, new, adapter = entry.engine, replica.engine, entry.request.adapter
         if old is None or new is None or (adapter and not replica.has_adapter(adapter)):
             return False
         if old.max_model_len != new.max_model_len:
             return False
-        if self._resume.across_fingerprints:
-            return True
-        same = (old.fingerprint, old.weights_version) == (new.fingerprint, new.weights_version)
-        same_adapter = not adapter or replica.client.adapters.get(adapter) == entry.adapter_path
-        return same and same_adapter and old.batch_invariant and new.batch_invariant
+        return self._resume.across_fingerprints or _same_bits(entry, replica)
 
     def _fail_waiting(self, failure: Failure) -> None:
         self._fail([name for name, entry in self._open.items() if entry.waiting], failure)
@@ -518,12 +518,7 @@ class EnginePool:
         if names:
             self._on_lost(failure, names)
 
-    # --- Routing ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _has_choice(self) -> bool:
-        """True if there are several replicas."""
-        return len(self._replicas) > 1
+    # --- Available engines ------------------------------------------------------------------------------------------
 
     def _connected(self, asleep: bool = False) -> list[Replica]:
         """Replicas that accept requests, including prefill instances. If none does, raises the first replica's error.
@@ -549,75 +544,22 @@ class EnginePool:
             raise PenstockError.of(NO_ENGINE)
         return available
 
-    def _cached_tokens(self, request: EngineRequest) -> dict[Replica, int]:
-        """Estimated number of leading prompt tokens that each replica has cached."""
-        if not self._has_choice:
-            return dict.fromkeys(self._replicas, 0)
-        self._prefixes.set_capacity([replica.client.engine for replica in self._replicas])
-        counts = self._prefixes.cached_tokens(request, max(replica.number for replica in self._replicas) + 1)
-        return {replica: counts[replica.number] for replica in self._replicas}
-
-    def _route(self, request: EngineRequest, available: list[Replica], cached: dict[Replica, int]) -> Replica:
-        """Choose the replica of ``available`` with the least cost for a request (see ``EnginePool``)."""
-        available = [replica for replica in available if replica.has_adapter(request.adapter)] or available
-        available = [replica for replica in available if replica.client.overdue < MAX_OVERDUE] or available
-        # Rendezvous hashing: all processes choose the same replica, also after other replicas were added or removed.
-        if request.external_id:
-            return max(available, key=lambda replica: crc32(f"{request.external_id} {replica.address}".encode()))
-        length, loads = len(request.prompt), self._loads()
-        room = {replica: self._room(replica) for replica in available}
-
-        def cost(replica: Replica) -> tuple[float, int]:
-            return loads[replica] + length - cached[replica] + max(length - room[replica], 0), loads[replica]
-
-        random.shuffle(available)  # without this, all processes would choose the first of several equal replicas
-        return min(available, key=cost)
-
-    def _prefill_instances(self, request: EngineRequest, uncached: int, cached: dict[Replica, int]) -> list[Replica]:
-        """Prefill instances for a request with ``uncached`` prompt tokens on its replica, the preferred instance first;
-        empty if the replica should compute the prompt."""
-        if uncached < self._min_prefill_tokens or _needs_hidden_states(request):
-            return []
-        length = len(request.prompt)
-
-        def is_suitable(replica: Replica) -> bool:
-            if replica.generates or not replica.kv_address or not replica.has_adapter(request.adapter):
-                return False
-            try:
-                return length <= replica.require_engine().max_model_len
-            except PenstockError:
-                return False
-
-        def cost(replica: Replica) -> int:  # its statistics include all routers' requests, but are up to a second old
-            return max(replica.client.stats.prompt_tokens, replica.prefill_cost) + length - cached[replica]
-
-        suitable = [replica for replica in self._replicas if is_suitable(replica)]
-        random.shuffle(suitable)
-        return sorted(suitable, key=cost)
-
-    def _loads(self) -> dict[Replica, int]:
-        """Load of each replica: prompt tokens not computed yet, plus ``request_cost`` per open request."""
-        return {
-            one: self._request_cost * (one.num_other_requests + one.num_requests) + one.cost for one in self._replicas
-        }
-
-    def _room(self, replica: Replica) -> float:
-        """Number of tokens for which a replica has free KV blocks, minus the prompt tokens of requests that have not
-        started; infinity without statistics."""
-        engine, stats = replica.client.engine, replica.client.stats
-        if engine is None or not stats.blocks:  # the engine has sent no statistics yet
-            return float("inf")
-        return (stats.blocks - stats.blocks_used) * engine.block_size - replica.unstarted_tokens
-
     # --- Callbacks of the replicas ----------------------------------------------------------------------------------
 
     def _on_replica_deltas(self, replica: Replica, deltas: list[TokenDelta]) -> None:
-        forwarded = []
+        forwarded, moved = [], []
         for delta in deltas:
             if entry := self._open.get(delta.request_id):
-                if entry.replica is not replica or (_is_rejected(delta) and self._retry(entry, replica)):
+                if entry.replica is not replica:
                     continue  # the request runs on another replica now
+                if (rejection := _rejection(delta)) and self._retry(entry, replica, rejection):
+                    moved += [delta.request_id] * entry.started
+                    continue
                 entry.engine = replica.client.engine
+                if entry.changed and entry.engine:
+                    entry.changed = False
+                    name = f"kernels {entry.engine.fingerprint}, weights {entry.engine.weights_version}"
+                    self._on_changed(delta.request_id, name)
                 if entry.unstarted_tokens:
                     entry.mark_started()
                 if entry.deaths:
@@ -627,6 +569,7 @@ class EnginePool:
                         delta = entry.without_repeated(delta)
                     entry.started = bool(delta.token_ids or delta.finished)
             forwarded.append(delta)
+        self._on_moved(moved, "engine_stopping")
         self._on_deltas(forwarded, engine.state.weights_version if (engine := replica.client.engine) else "")
 
     def _on_replica_ready(self, replica: Replica, engine: messages.Ready) -> None:
@@ -636,15 +579,21 @@ class EnginePool:
             self._count_deaths(frozenset(engine.suspects))
         if replica.weights_version != engine.weights_version:
             replica.weights_version = engine.weights_version
-            self._prefixes.remove_replica(replica.number)
+            self._balancer.forget(replica)
         self._changed.set()
         if (known := self.engine) is not None:
             self._last_engine, self._lost_at = known, math.inf
+        own = [one for one in self._replicas if one.instance is None]
+        if any(one.replaced and not one.leaving for one in own) and all(one.engine or one.replaced for one in own):
+            for one in own:
+                one.leaving = one.replaced
         self._continue_waiting()
+        self._move_from_leaving()
 
     def _on_replica_stats(self, replica: Replica, stats: messages.Stats) -> None:
         replica.num_other_requests = stats.requests_of_others
         self._continue_waiting()  # an engine may have loaded an adapter, or answer again
+        self._move_from_leaving()
 
     def _on_replica_adapters(self, adapters: dict[str, str]) -> None:
         """Called when an engine's adapters have changed. Engines that are not connected load them when they connect."""
@@ -654,7 +603,7 @@ class EnginePool:
 
     def _on_replica_lost(self, replica: Replica, failure: Failure) -> None:
         replica.num_other_requests = 0
-        self._prefixes.remove_replica(replica.number)
+        self._balancer.forget(replica)
         if self._refusing:
             self._on_lost(failure, [name for name, entry in self._open.items() if entry.replica is replica])
             return
@@ -662,17 +611,31 @@ class EnginePool:
         lost = [name for name, entry in self._open.items() if entry.replica is replica]
         continued = {name for name in lost if self._retry(self._open[name])}
         failed = [name for name in lost if name not in continued]
-        self._remove_idle()
         if lost:
             message = "%s: %d of its %d requests continue on another engine or wait for one"
             logger.warning(message, failure.message, len(continued), len(lost))
-        self._on_moved(continued, "engine_died" if replica.instance is None else "engine_lost")
+        reason = "engine_stopping" if failure == ENGINE_RESTARTS else "engine_died"
+        self._on_moved(continued, reason if replica.instance is None else "engine_lost")
         self._fail(failed, failure)
+        self._remove_idle()
 
     def _on_replica_stopping(self, replica: Replica) -> None:
-        """Move the requests of an instance that is stopping to other instances, so that it need not wait for their end.
-        Those that cannot continue elsewhere finish there. Engines of this server finish all their requests."""
-        if replica.instance is None or not self._resume.timeout:
+        """Move the requests of an instance that is stopping. Engines of this server stop when their requests have
+        ended, or as part of a restart."""
+        if replica.instance is not None:
+            self._move_from(replica)
+
+    def _move_from_leaving(self) -> None:
+        """Move the requests of engines that are leaving, and disconnect from those without requests."""
+        for replica in self._replicas:
+            if replica.leaving and replica.num_requests:
+                self._move_from(replica)
+        self._remove_idle()
+
+    def _move_from(self, replica: Replica) -> None:
+        """Move the requests of an engine to other engines, so that it need not wait for their end. Those that cannot
+        continue elsewhere finish there."""
+        if not self._resume.timeout:
             return
         moved = []
         for name, entry in self._open.items():
@@ -683,9 +646,9 @@ class EnginePool:
                 replica.client.notify(messages.Abort(name))
                 moved.append(name)
         if moved:
-            logger.info("%s is stopping: %d requests continue on other instances", replica.client.name, len(moved))
+            name = "the engine" if replica.instance is None else replica.client.name
+            logger.info("%s is stopping: %d requests continue on other engines", name, len(moved))
         self._on_moved(moved, "engine_stopping")
-        self._remove_idle()
 
     def _count_deaths(self, suspects: frozenset[int]) -> None:
         """Count the death of an engine for the requests of its fatal step. Fail the request that was computed alone
@@ -701,12 +664,13 @@ class EnginePool:
                     )
                     self._fail([name], Failure(Code.INTERNAL, message))
 
-    def _retry(self, entry: OpenRequest, full: Replica | None = None) -> bool:
+    def _retry(self, entry: OpenRequest, full: Replica | None = None, rejection: Failure | None = None) -> bool:
         """Continue a request on another replica, or keep it until one is available. Returns False if it cannot
         continue.
 
         Args:
             full: replica that has rejected the request.
+            rejection: reason of the rejection.
         """
         if entry.aborted or (entry.engine and not self._resume.timeout):
             return False
@@ -715,11 +679,23 @@ class EnginePool:
         try:
             self._assign(entry)
         except PenstockError as error:
-            if not self._may_wait(error):
+            # A replica that is stopping rejects requests until it ends; they wait for the next one.
+            stopping = rejection if rejection and rejection.code is Code.UNAVAILABLE else None
+            if not self._may_wait(stopping or error.failure):
                 return False
             entry.full = frozenset()
             self._wait(entry)
         return True
+
+
+def _same_bits(entry: OpenRequest, replica: Replica) -> bool:
+    """True if a replica computes the rest of a request's output with the same bits."""
+    old, new, adapter = entry.engine, replica.engine, entry.request.adapter
+    if old is None or new is None:
+        return False
+    same = (old.fingerprint, old.weights_version) == (new.fingerprint, new.weights_version)
+    same_adapter = not adapter or replica.client.adapters.get(adapter) == entry.adapter_path
+    return same and same_adapter and old.batch_invariant and new.batch_invariant
 
 
 def _common(engines: list[messages.Ready]) -> messages.Ready | None:
@@ -731,16 +707,10 @@ def _common(engines: list[messages.Ready]) -> messages.Ready | None:
     return first if first.max_model_len == shortest else msgspec.structs.replace(first, max_model_len=shortest)
 
 
-def _needs_hidden_states(request: EngineRequest) -> bool:
-    """True if the request needs the model's output for every prompt token, not only the keys and values."""
-    sampling = request.sampling
-    return request.pooling is not None or sampling.prompt_logprobs is not None or sampling.return_context_logits
-
-
-def _is_rejected(delta: TokenDelta) -> bool:
-    """True if a replica has rejected the request because its queue is full or the engine is stopping."""
+def _rejection(delta: TokenDelta) -> Failure | None:
+    """Failure with which a replica has rejected the request because its queue is full or the engine is stopping."""
     failure = delta.failure
     if failure is None:
-        return False
+        return None
     full = failure.code is Code.OVERLOADED and failure.field == "max_waiting"
-    return full or failure in (messages.ENGINE_STOPPING, messages.ENGINE_STOPPED)
+    return failure if full or failure in (messages.ENGINE_STOPPING, messages.ENGINE_STOPPED) else None

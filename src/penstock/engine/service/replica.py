@@ -36,6 +36,8 @@ class Replica:
         and as ``prefill`` of ``OpenRequest``), and prompt tokens of those without output."""
         self.leaving = False
         """True if the replica gets no new requests, and is removed once its open requests have ended."""
+        self.replaced = False
+        """True if the replica leaves as soon as the engines that replace it are connected."""
 
     @property
     def address(self) -> str:
@@ -86,7 +88,17 @@ class OpenRequest:
     """A request that has not ended."""
 
     __slots__ = (
-        *("_num_repeated", "aborted", "adapter_path", "cost", "deaths", "engine", "full", "num_prompt_logprobs"),
+        *(
+            "_num_repeated",
+            "aborted",
+            "adapter_path",
+            "changed",
+            "cost",
+            "deaths",
+            "engine",
+            "full",
+            "num_prompt_logprobs",
+        ),
         *("num_survived", "paused", "prefill", "prefill_cost", "replica", "request", "sent_deaths", "started"),
         *("unstarted_tokens", "waiting"),
     )
@@ -109,6 +121,8 @@ class OpenRequest:
         """Folder of the request's adapter when it was sent first."""
         self.started = False
         """True once the first token or the end has arrived."""
+        self.changed = False
+        """True if ``replica`` may compute other bits than the earlier engine, and has returned nothing yet."""
         self.aborted = False
         self.paused = False
         self.deaths = self.sent_deaths = 0

@@ -2,8 +2,8 @@
 
 It reads ``messages.Start`` from standard input, loads the model, writes ``messages.StartReport`` to standard output,
 and serves any number of clients over ZeroMQ. It cancels the requests of a client that sends nothing for
-``CLIENT_TIMEOUT``. On SIGTERM it finishes its requests within ``drain_timeout`` and exits with status 0. If its parent
-dies, it is killed.
+``CLIENT_TIMEOUT``. On SIGTERM it finishes its requests within ``drain_timeout`` and exits with status 0; on SIGUSR1 it
+exits at once, and its clients continue their requests on another engine. If its parent dies, it is killed.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ class EngineServer:
     def run(self) -> None:
         """Load the model and serve until SIGTERM. Exits with status 2 if the model cannot be loaded, and 1 if the
         engine fails."""
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGTERM, self._on_stop_signal)
+        signal.signal(signal.SIGUSR1, self._on_stop_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
         gc.disable()  # garbage collections would take a tenth of the time of importing PyTorch
         try:
@@ -140,10 +141,7 @@ class EngineServer:
         while not self._should_exit():
             self._heartbeat.beat()
             if self._stopping and not self._stopping_sent:
-                if self._engine.kv_connector:
-                    self._engine.kv_connector.exports.stopping = True
-                self._broadcast(messages.Stopping())
-                self._stopping_sent = True
+                self._announce_stop()
             if self._receive(self._poll_ms()):
                 self._expire_clients()
             self._work()
@@ -200,6 +198,7 @@ class EngineServer:
             prefix_caching=self._options.enable_prefix_caching,
             role=self._options.role,
             max_waiting=self._options.max_waiting,
+            host_bytes=engine.host_bytes,
             state=self._sent_state,
             kv_address=connector.address if connector else "",
             tokenizer_version=tokenizer_version(self._options.model),
@@ -272,9 +271,16 @@ class EngineServer:
             self._step_in_progress = None
             self._heartbeat.beat()
 
-    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+    def _on_stop_signal(self, signum: int, frame: FrameType | None) -> None:
         self._stopping = True
-        self._deadline = time.monotonic() + self._options.drain_timeout
+        self._deadline = time.monotonic() + (self._options.drain_timeout if signum == signal.SIGTERM else 0.0)
+
+    def _announce_stop(self) -> None:
+        """Tell all clients that this engine is stopping."""
+        if self._engine.kv_connector:
+            self._engine.kv_connector.exports.stopping = True
+        self._broadcast(messages.Stopping())
+        self._stopping_sent = True
 
     def _should_exit(self) -> bool:
         if os.getppid() != self._parent:
@@ -289,6 +295,8 @@ class EngineServer:
         self._stopping = True
         if not self._engine.failure:
             self._step_record.write(())  # the end of this process is not caused by its requests
+            if not self._stopping_sent:
+                self._announce_stop()
         while not self._receive(0):
             pass
         for request_id in self._engine.scheduler.request_ids():
@@ -387,6 +395,7 @@ class EngineServer:
                         raise PenstockError.of(messages.ENGINE_STOPPING)
                     if self._engine.sleeper.asleep:
                         raise PenstockError.of(messages.ENGINE_ASLEEP)
+                    self._engine.scheduler.abort_older(request.uid)  # of the client's previous connection
                     self._engine.add(msgspec.structs.replace(request, request_id=internal_id))
                 except PenstockError as error:
                     self._send(_error_deltas(internal_id, request.sampling.num_returned, error.failure))

@@ -71,14 +71,19 @@ class PromptMedia:
         self._placeholders.check(token_ids, len(sources) - num_videos, num_videos)
 
     def place(
-        self, token_ids: Sequence[int], text: str | None, media: Sequence[Media], add_special_tokens: bool = False
+        self,
+        token_ids: Sequence[int],
+        text: str | None,
+        media: Sequence[Media],
+        add_special_tokens: bool = False,
+        has_breaks: bool = False,
     ) -> tuple[list[int], tuple[ImageInput, ...]]:
         """Expand the placeholders of a prompt. Returns its token ids, and its images and video frames with offsets.
 
         Args:
             token_ids: prompt with one placeholder per image and video.
             text: text of the prompt; None if unknown.
-            add_special_tokens: value with which ``token_ids`` was encoded.
+            add_special_tokens, has_breaks: values with which ``token_ids`` was encoded.
         """
         placeholders, tokenizer = self._placeholders, self._tokenizer
         assert placeholders
@@ -89,8 +94,8 @@ class PromptMedia:
                 ids = placeholders.video, placeholders.start, placeholders.end
                 names = {token_id: tokenizer.id_to_token(token_id) for token_id in ids}
                 text = placeholders.expand_timestamps_in_text(text, media, names)
-                token_ids = tokenizer.encode(text, add_special_tokens)
+                token_ids = tokenizer.encode(text, add_special_tokens, has_breaks)
         if text is not None and any(isinstance(each, Crops) for each in media):
             marker = tokenizer.id_to_token(placeholders.image_marker)
-            token_ids = tokenizer.encode(expand_crops(text, marker, media), add_special_tokens)
+            token_ids = tokenizer.encode(expand_crops(text, marker, media), add_special_tokens, has_breaks)
         return placeholders.place(token_ids, media)

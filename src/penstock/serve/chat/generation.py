@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from penstock.core.errors import invalid
 from penstock.frontend.outputs import CompletionOutput
@@ -90,6 +92,8 @@ class ChatGeneration(GenerationHandler):
         self.prompt = ChatPrompt(service, request, size, record)
         self.cursors: defaultdict[int, MessageCursor] = defaultdict(MessageCursor)
         """Cursor of each sequence, by index."""
+        self.call_seed = ""
+        """Text from which the ids of tool calls are derived; empty: random ids."""
         if (constraint := forced_tool_call(request, self.prompt.tools)) is not None:
             if sampling.guided_decoding:
                 message = "cannot be combined with another constraint on the output: remove one of them"
@@ -104,12 +108,21 @@ class ChatGeneration(GenerationHandler):
         if not self._keeps_body:  # do not keep base64 images while the answer is generated
             self.request.messages = []
             self.record.shrink_memory(memory_of(prompt))
+        if self.call_seed and prompt.parser_config:
+            config = replace(prompt.parser_config, id_seed=self.call_seed)
+            prompt = msgspec.structs.replace(prompt, parser_config=config)
         return self.generate(prompt)
 
     def delta(self, completion: CompletionOutput) -> Delta:
         """Return the parts added to a sequence's message since the last call."""
         cursor = self.cursors[completion.index]
         return cursor.delta(self.message(completion)) if cursor.advance(completion) else []
+
+    def cuts_call(self, completion: CompletionOutput) -> bool:
+        """True if a finished sequence was cut off within a tool call, by a limit on its length, a stop string or a stop
+        token. Answers report it; the arguments are not sent as if they were complete."""
+        is_cut = completion.finish_reason == "length" or completion.stop_reason is not None
+        return is_cut and self.message(completion).has_cut_call
 
     def message(self, completion: CompletionOutput) -> Message:
         """Return a sequence's message: without reasoning if ``include_reasoning`` is false, without calls if
@@ -123,7 +136,7 @@ class ChatGeneration(GenerationHandler):
             max_calls = 1
         if with_reasoning and max_calls == len(parsed.parts):
             return parsed
-        message = Message()
+        message = Message(has_cut_head=parsed.has_cut_head and max_calls > len(parsed.tool_calls))
         for part in parsed.parts:
             if isinstance(part, ToolCall):
                 if max_calls:

@@ -11,6 +11,7 @@ import msgspec
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.http.body import ElementCount, require
+from penstock.text.generic_tools import NO_TOOLS
 
 from .request import ROLES, MediaURL, Message, Tool
 from .request import ContentPart as OpenAIPart
@@ -138,7 +139,7 @@ def template_options(request: TemplateFields, tools: Sequence[Tool] | None, call
         raise invalid("chat_template_kwargs", message)
     if tools:
         if not calls_tools:
-            raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template does not support tools", "tools")
+            raise PenstockError(Code.UNSUPPORTED, NO_TOOLS, "tools")
         options["tools"] = [msgspec.to_builtins(tool) for tool in tools]
         for tool in options["tools"]:
             tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}

@@ -124,7 +124,7 @@ class ChatPrompt:
             return prompt
         max_tokens = request.max_completion_tokens or request.max_tokens or 1
         room = gateway.engine_pool.known_engine().max_model_len - max_tokens
-        return msgspec.structs.replace(prompt, token_ids=truncate(prompt.token_ids, request, room))
+        return truncate(prompt, request, room)
 
     def _check_images(self) -> None:
         """Raise ``PenstockError`` (``unsupported``) for fields that cannot be combined with images."""
@@ -165,8 +165,8 @@ def _num_characters(message: dict[str, Any]) -> int:
     return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
-def truncate(token_ids: list[int], request: PromptRequest, max_tokens: int, side: str = "left") -> list[int]:
-    """Apply ``truncate_prompt_tokens`` to a prompt.
+def truncate(prompt: TokenizedPrompt, request: PromptRequest, max_tokens: int, side: str = "left") -> TokenizedPrompt:
+    """Apply ``truncate_prompt_tokens`` to a prompt. The response's header reports the number of removed tokens.
 
     Args:
         max_tokens: limit for -1: number of tokens that fit into the context.
@@ -174,8 +174,10 @@ def truncate(token_ids: list[int], request: PromptRequest, max_tokens: int, side
     """
     limit = request.truncate_prompt_tokens
     if limit is None:
-        return token_ids
+        return prompt
     if limit == 0:
         raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for the maximum that fits, is 0", 1)
     max_tokens = max(max_tokens, 1) if limit == -1 else limit
-    return token_ids[:max_tokens] if (request.truncation_side or side) == "right" else token_ids[-max_tokens:]
+    token_ids = prompt.token_ids
+    kept = token_ids[:max_tokens] if (request.truncation_side or side) == "right" else token_ids[-max_tokens:]
+    return msgspec.structs.replace(prompt, token_ids=kept, num_truncated=len(token_ids) - len(kept))

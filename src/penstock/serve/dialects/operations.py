@@ -14,9 +14,9 @@ from starlette.responses import JSONResponse, Response
 from penstock import demo
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.engine.modes import WeightUpdateMode
+from penstock.engine.modes import ReloadMode
 from penstock.engine.service.actions import EngineState
-from penstock.engine.service.control import ModelAction, UpdateWeights
+from penstock.engine.service.control import ModelAction, RestartEngines, UpdateWeights
 
 from ..expert_load import expert_report
 from ..http.access import Access
@@ -33,9 +33,9 @@ class Reload(RequestBody, kw_only=True, forbid_unknown_fields=True):
 
     path: str = ""
     """Folder of a checkpoint with the same architecture; empty: reload the checkpoint in use."""
-    running: WeightUpdateMode = "finish"
+    running: ReloadMode = "finish"
     """How running requests are handled: they finish on the old weights, or their tokens so far are recomputed with the
-    new weights and generation continues."""
+    new weights and generation continues, or a new engine process loads the weights and the old one finishes them."""
     model: str | None = None
     """Name of a served model. Default: the first model."""
 
@@ -58,7 +58,7 @@ class Operator:
         for service in self.models(request):
             await self._manager.operate(service, operation)
 
-    async def reload(self, service: ServedModel, path: str, running: WeightUpdateMode = "finish") -> EngineState:
+    async def reload(self, service: ServedModel, path: str, running: ReloadMode = "finish") -> EngineState:
         """Reload the weights of a model from ``path`` (empty: the folder in use); returns its new state. Raises
         ``PenstockError`` if the path is not allowed, or the reload fails."""
         folder = self._allowed(service, path) if path else ""
@@ -126,7 +126,12 @@ def add_routes(routes: Routes, operator: Operator) -> None:
         await operator.reload(service, body.path, body.running)
         return JSONResponse(_described(service))
 
+    async def restart(request: Request) -> Response:
+        await operator.carry_out(RestartEngines(), request)
+        return JSONResponse({"restarted": [service.name for service in operator.models(request)]})
+
     api.post("/v1/weights/reload", reload, "Reload a model's weights", Reload, access=Access.CONTROL)
+    api.post("/v1/restart", restart, "Replace the engine processes by new ones", access=Access.CONTROL)
 
 
 def _described(service: ServedModel) -> dict[str, Any]:

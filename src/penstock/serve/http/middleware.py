@@ -48,6 +48,8 @@ HEALTH_PATHS = PUBLIC_PATHS | {"/config-info"}
 """Paths served on ``health_port`` and ``metrics_port``."""
 WEIGHTS_HEADER = "x-weights-version"
 """Header of generated answers: version of the model's weights."""
+TRUNCATED_HEADER = "x-penstock-truncated"
+"""Header with the number of prompt tokens that were removed to fit a limit."""
 FINGERPRINT_HEADER = "x-penstock-fingerprint-mismatch"
 """Header of all answers if the fingerprints of instances differ."""
 TOOLS_HEADER = "x-penstock-tool-strictness"
@@ -55,6 +57,9 @@ TOOLS_HEADER = "x-penstock-tool-strictness"
 tools, optionally followed by ``;`` and the field that is the reason."""
 MAX_TOOLS = 32
 """Maximum number of tools in the header."""
+RESUMED_HEADER = "x-penstock-resumed-across"
+"""Header of an answer that another engine has continued, although its results may differ: kernels and weights of that
+engine. A stream that has begun gets a comment instead."""
 Refuse = Callable[[Scope, Send], Awaitable[None]]
 QUIET_STATUSES = (200, 304, 503)
 """Statuses of ``PUBLIC_PATHS`` that are logged at level debug."""
@@ -127,6 +132,10 @@ class RequestLogMiddleware:
                     added.append((HEADER.encode(), names.encode()))
                 if levels := record.tool_levels:
                     added.append((TOOLS_HEADER.encode(), levels_header(levels).encode()))
+                if record.num_truncated:
+                    added.append((TRUNCATED_HEADER.encode(), str(record.num_truncated).encode()))
+                if record.changed_engines:
+                    added.append((RESUMED_HEADER.encode(), "; ".join(record.changed_engines).encode()))
                 if self._fingerprints and len(several := self._fingerprints()) > 1:
                     added.append((FINGERPRINT_HEADER.encode(), ", ".join(several).encode()))
                 message["headers"] = [*message.get("headers", ()), *added]

@@ -98,6 +98,8 @@ class Reply(Response):
         self._streamed = streamed
         self._media_type = media_type
         self._next_comment: asyncio.TimerHandle | None = None
+        self._num_engines = 0
+        """Number of ``RequestRecord.changed_engines`` that a comment or the header has named."""
 
     @classmethod
     def of(
@@ -156,9 +158,12 @@ class Reply(Response):
                     async for chunk in chunks:
                         if not started:
                             started = True
+                            self._num_engines = len(record.changed_engines)
                             await send(self._start(200, None if self._streamed else chunk))
                             if self._streamed and self._media_type == SERVER_SENT_EVENTS:
                                 self._comment_later(send, record)
+                        if self._streamed and self._media_type == SERVER_SENT_EVENTS:
+                            chunk = self._new_engines(record) + chunk
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
             return None
@@ -172,6 +177,13 @@ class Reply(Response):
         else:
             await refuse(send, failure, self._error_format)
         return failure
+
+    def _new_engines(self, record: RequestRecord) -> bytes:
+        """Comments that name the engines on which the request has continued since the last call, although their results
+        may differ."""
+        new = list(record.changed_engines)[self._num_engines :]
+        self._num_engines += len(new)
+        return b"".join(f": resumed across: {engine}\n\n".encode() for engine in new)
 
     def _start(self, status: int, document: bytes | None) -> Message:
         kind = (b"content-type", b"application/json" if document is not None else self._media_type)

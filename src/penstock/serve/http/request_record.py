@@ -63,10 +63,15 @@ class RequestRecord:
     """Level of constraint by name of the tools whose calls are less constrained than requested; ``*``: all tools."""
     unknown: UnknownFields = field(default_factory=UnknownFields)
     """Fields of the request that its schema does not have."""
+    num_truncated: int = 0
+    """Number of prompt tokens that were removed, as the request or the dialect truncates prompts."""
     memory: Reservation | None = None
     """Reserved memory for the body; None: the body is small."""
     span: Span | None = None
     """Trace span; None if tracing is off."""
+    changed_engines: dict[str, None] = field(default_factory=dict)
+    """Ordered set of the engines on which the request continues although their results may differ
+    (``Resume.changed_engine``)."""
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     """Output so far of each prompt, by index."""
 

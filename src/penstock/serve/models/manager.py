@@ -55,7 +55,7 @@ class ModelManager:
         self._served_models = served_models
         self._send = send
         self._gateways: dict[str, Gateway] = {}
-        """Gateways of the loaded models, by the address of the first engine."""
+        """Gateways of the loaded models, by name."""
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[None]] = {}
         """Unanswered requests to the supervisor, by number."""
@@ -130,26 +130,30 @@ class ModelManager:
 
     async def update(self, models: tuple[ModelEntry, ...]) -> None:
         """Serve the models that have engines, and stop serving all other models."""
-        running: Mapping[str, ModelEntry] = {model.engine: model for model in models if model.engine}
+        running: Mapping[str, ModelEntry] = {model.name: model for model in models if model.engine}
         self._served_models.set_models(models)
         serving = {service.gateway: service for service in self._served_models}
-        for address, gateway in list(self._gateways.items()):
-            model = running.get(address)
+        for name, gateway in list(self._gateways.items()):
+            model = running.get(name)
             if gateway in serving and (model is None or model.draining):
                 service = self._served_models.remove(serving[gateway].name)
                 if model:
                     self._spawn(self._drain(service, model))
             if model is None:
-                del self._gateways[address]
+                del self._gateways[name]
                 self._spawn(gateway.close())
-        for address, model in running.items():
-            if address not in self._gateways:
+        for name, model in running.items():
+            if name not in self._gateways:
                 if model.draining:
-                    self._send(Drained(address))
+                    self._send(Drained(model.engine))
                 else:
                     await self._serve(model)
-            elif model.instances or INSTANCES in model.engines:
-                self._gateways[address].engine_pool.set_instances(model.instances)
+                continue
+            pool = self._gateways[name].engine_pool
+            if model.instances or INSTANCES in model.engines:
+                pool.set_instances(model.instances)
+            if pool.set_engines(_local_engines(model)):
+                self._spawn(self._report_engines(self._gateways[name], model))
 
     async def _serve(self, model: ModelEntry) -> None:
         try:
@@ -164,8 +168,8 @@ class ModelManager:
             return
         options = model.configuration
         routed = INSTANCES in model.engines or bool(options.server.prefill_instances)
-        gateway = self._gateways[model.engine] = Gateway(
-            [address for address in model.engines if address != INSTANCES],
+        gateway = self._gateways[model.name] = Gateway(
+            _local_engines(model),
             input_processor,
             options.engine.data_parallel_request_cost,
             options.server.pd_min_prefill_tokens,
@@ -179,16 +183,24 @@ class ModelManager:
         self._spawn(self._announce(gateway, model))
 
     async def _announce(self, gateway: Gateway, model: ModelEntry) -> None:
-        """Report to the supervisor when the engine is ready."""
+        """Report to the supervisor when the first engine is ready."""
         with contextlib.suppress(PenstockError):  # the engine exited before it was ready
             await gateway.engine_pool.ready()
-            if self._gateways.get(model.engine) is not gateway:
+            if self._gateways.get(model.name) is not gateway:
                 return
             if not model.required:
                 self._served_models.add(model, gateway)
             for hook in self._served_models.ready_hooks:
                 await hook()
             self._send(Ready(model.engine))
+            await self._report_engines(gateway, model)
+
+    async def _report_engines(self, gateway: Gateway, model: ModelEntry) -> None:
+        """Report to the supervisor when this process uses all engines of this server."""
+        with contextlib.suppress(PenstockError):
+            await gateway.engine_pool.connected()
+            for address in model.engines:
+                self._send(Ready(address))
 
     async def _drain(self, service: ServedModel, model: ModelEntry) -> None:
         """Wait up to ``drain_timeout`` for open requests, then fail those that are still open."""
@@ -202,6 +214,11 @@ class ModelManager:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _local_engines(model: ModelEntry) -> list[str]:
+    """Addresses of the engines on this host."""
+    return [address for address in model.engines if address != INSTANCES]
 
 
 def _load_input_processor(model: ModelEntry) -> InputProcessor:

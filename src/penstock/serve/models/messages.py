@@ -69,6 +69,8 @@ class ApiProcessStart(msgspec.Struct, frozen=True, kw_only=True):
     """Process id of the supervisor; the API process dies with it."""
     number: int
     """Index of the API process, from 0."""
+    place: str = ""
+    """Random name, which is the same for the process and its successors after restarts."""
     configuration: Configuration
     sockets: tuple[int, ...]
     """File descriptors of listening sockets: the first socket serves every path (unless ``port`` is -1), the other
@@ -96,7 +98,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """To the supervisor: this process serves the model of ``engine``; empty: this process accepts requests."""
+    """To the supervisor: this process sends requests to the engine with this address; empty: this process accepts
+    requests."""
 
     engine: str = ""
 

@@ -35,6 +35,8 @@ MIN_BODY_MEMORY = 3 * 2**26
 """Minimum of the default of ``max_body_memory`` in bytes; the default is three times ``max_body_size``."""
 RECEIVED = "penstock.body"
 """Key in a request's scope; the value is the body, if it was received to select the dialect."""
+LOAD_INTERVAL = 0.5
+"""Seconds between checks for a model that is being loaded."""
 T = TypeVar("T")
 
 
@@ -126,6 +128,17 @@ class ServedModel:
                 self._open -= 1
                 if not self._open:
                     self.idle.set()
+
+
+async def when_loaded(find: Callable[[], ServedModel]) -> ServedModel:
+    """Call ``find`` until its model is loaded. Raises ``PenstockError`` of ``find`` except ``unavailable``."""
+    while True:
+        try:
+            return find()
+        except PenstockError as error:
+            if error.failure.code is not Code.UNAVAILABLE:
+                raise
+        await asyncio.sleep(LOAD_INTERVAL)
 
 
 class ServedModels:

@@ -25,6 +25,7 @@ from ..app import Storage, build
 from ..dialects import kserve, paddlenlp
 from ..dialects.openai.batches.routes import Batches
 from ..dialects.openai.batches.worker import BatchWorker
+from ..dialects.responses import Background, Stores
 from ..http.access import unmatched
 from ..http.middleware import tenant_of
 from ..http.protocol import protocol
@@ -53,8 +54,12 @@ class Server(uvicorn.Server):
         yield
 
 
-def open_storage(configuration: Configuration, served_models: ServedModels) -> Storage | None:
-    """Open the stores of client data; None if storage is off. Raises ``PenstockError`` if they cannot be opened."""
+def open_storage(configuration: Configuration, served_models: ServedModels, place: str = "") -> Storage | None:
+    """Open the stores of client data; None if storage is off. Raises ``PenstockError`` if they cannot be opened.
+
+    Args:
+        place: see ``Background``.
+    """
     options, engine = configuration.server, configuration.engine
     if not (options.storage_dir or options.storage_url):
         return None
@@ -72,14 +77,15 @@ def open_storage(configuration: Configuration, served_models: ServedModels) -> S
     responses, usage = ResponseStore(database, retention, quotas), Usage(database)
     limits = ConversationLimits(options.max_conversation_items, options.max_conversation_bytes)
     conversations = ConversationStore(database, retention, quotas, limits)
+    background = Background(served_models, Stores(responses, conversations), place)
     if not options.storage_dir:
-        return Storage(responses, conversations, usage, None)
+        return Storage(responses, background, conversations, usage, None)
     folder = Path(options.storage_dir).expanduser() / "files"
     files = FileStore(database, folder, retention, options.max_file_size, quotas)
     batches = BatchStore(database, retention, quotas)
     concurrency = options.batch_concurrency or max(1, engine.max_num_seqs // 2 // options.api_server_count)
     worker = BatchWorker(served_models, batches, files, concurrency)
-    return Storage(responses, conversations, usage, Batches(files, options.max_file_size, batches, worker))
+    return Storage(responses, background, conversations, usage, Batches(files, options.max_file_size, batches, worker))
 
 
 async def _remove_expired(storage: Storage) -> None:
@@ -136,7 +142,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
 
     if start.number == 0:
         log_access(options)
-    storage = open_storage(start.configuration, served_models)
+    storage = open_storage(start.configuration, served_models, start.place)
     if storage and len(set(options.api_key)) > 1 and start.number == 0:
         tenants = [storage.usage.public_name(tenant_of(key.encode())) for key in options.api_key]
         logger.info("tenant labels in the metrics, in the order of --api-key: %s", ", ".join(tenants))
@@ -184,12 +190,14 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C reaches the whole group; the supervisor handles it
+    for number in (signal.SIGINT, signal.SIGHUP):  # they may reach the whole group; the supervisor handles them
+        loop.add_signal_handler(number, lambda: None)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_report_alive(send))]
         tasks += [group.create_task(model_manager.listen(buffered)), group.create_task(repository.follow())]
         if storage:
             tasks.append(group.create_task(_remove_expired(storage)))
+            tasks.append(group.create_task(storage.background.run()))
         if storage and storage.batches:
             tasks.append(group.create_task(storage.batches.worker.run()))
         watchdog = Watchdog(metrics.event_loop_holds)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from threading import Thread
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ import msgspec
 from penstock.config.options import Configuration
 from penstock.config.profiles import load
 from penstock.core import Code, PenstockError
-from penstock.engine.service.control import ModelAction, ModelControl
+from penstock.engine.service.control import ModelAction, ModelControl, RestartEngines
 from penstock.engine.service.instance import Instance
 from penstock.engine.service.launcher import EXIT_TIMEOUT, EngineProcesses
 from penstock.engine.service.messages import Ready
@@ -156,11 +157,25 @@ class SupervisedModels:
             raise
         self._update(name, required=True)
         if isinstance(engine, EngineProcesses):
-            self._controls[name] = ModelControl(engine)
+            self._controls[name] = ModelControl(engine, partial(self._announce_engines, name, engine))
         if self._instances and engine is not self._instances:
             self._instances.start_discovery(ready)
         self._watching[name] = asyncio.create_task(self._watch(name, engine))
         return ready
+
+    async def _announce_engines(self, name: str, engine: EngineProcesses) -> None:
+        """Send changed engine addresses to the API processes, and wait until all of them use the engines."""
+        self._update(name, engines=engine.addresses)
+        for address in engine.addresses:
+            await self._api_processes.wait_ready(address)
+
+    async def restart(self) -> None:
+        """Replace the engine processes of all models, one after the other. Errors are logged."""
+        for name in list(self._controls):
+            try:
+                await self.operate(name, RestartEngines())
+            except PenstockError as error:
+                logger.error("the engine of %s was not restarted: %s", name, error)
 
     def set_instances(self, instances: tuple[Instance, ...]) -> None:
         """Set the instances of the first model."""

@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import resource
+import secrets
 import signal
 import socket
 import struct
@@ -64,6 +65,7 @@ class Supervisor:
         self._grpc_address = ""
         self._instances: Instances | None = None
         self._registration: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Run until SIGTERM. Returns the exit status: 0 after SIGTERM, 1 if a process died too often, 2 if an API
@@ -78,6 +80,8 @@ class Supervisor:
         raise_file_limit()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        if not os.isatty(0):  # a terminal that is closed sends SIGHUP, too: the server then ends with it
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._restart_engines)
         with (
             metrics_folder(),
             listening_sockets(options) as listeners,
@@ -105,9 +109,10 @@ class Supervisor:
                 return 2 if self._api_processes.misconfigured else 1
             finally:
                 self._stop.set()
-                if self._registration:
-                    self._registration.cancel()
-                    await asyncio.gather(self._registration, return_exceptions=True)
+                background = [task for task in (self._registration, self._restarting) if task]
+                for each in background:
+                    each.cancel()
+                await asyncio.gather(*background, return_exceptions=True)
                 for listener in listeners:
                     stop_accepting(listener)
                     listener.close()
@@ -130,6 +135,13 @@ class Supervisor:
             )
             self._models.stop_restarting()
             self._stop.set()
+
+    def _restart_engines(self) -> None:
+        """Replace the engine processes (SIGHUP)."""
+        if self._stop.is_set() or (self._restarting and not self._restarting.done()):
+            return
+        logger.info("SIGHUP: restarting the engines")
+        self._restarting = asyncio.create_task(self._models.restart())
 
     async def _serve(self, listeners: list[socket.socket]) -> None:
         """Load the required models. Returns when the last engine has exceeded its restart limit."""
@@ -175,6 +187,7 @@ class Supervisor:
         return ApiProcessStart(
             parent=os.getpid(),
             number=number,
+            place=secrets.token_hex(8),
             configuration=self._configuration,
             sockets=tuple(listener.fileno() for listener in listeners),
             grpc_address=self._grpc_address,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
-from typing import Any
+import zlib
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Row, Text, cast, delete, func, insert, select, update
@@ -13,50 +13,89 @@ from sqlalchemy import ColumnElement, Connection, Row, Text, cast, delete, func,
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from .database import Database, too_large
+from .database import too_large
 from .pages import Page, PageQuery
 from .store import Store, reads, writes
-from .tables import RESPONSES
-from .usage import Quotas
+from .tables import RESPONSE_EVENTS, RESPONSES
 
 MAX_CHAIN = 1000
 """Maximum number of previous responses in a conversation."""
-LOST_AFTER = 30.0
-"""Seconds without a heartbeat after which a pending response is reported as failed."""
 PENDING = ("queued", "in_progress")
 ITEM_ID = re.compile(r"(?:rs|msg|fc|in)_(.{1,128})_[0-9]{1,9}")
 """Id of an item; the group is the id of its response without ``resp_``."""
 LOST = {"code": "server_error", "message": "the process that computed the response has ended; send the request again"}
+"""Error of a pending response that no process can continue: an earlier version of Penstock has stored no request."""
 
 OUTPUT = RESPONSES.c.document["output"]
 LENGTH = func.length(cast(RESPONSES.c.input, Text)) + func.length(cast(OUTPUT, Text))
 """SQL expression: size of a response's input and output items in characters of JSON."""
-CLOCK_STEP = 5.0
-"""Minimum change of the system clock in seconds that is treated as a clock step (clock set, or machine suspended)."""
+REQUEST_SIZE = func.coalesce(func.length(cast(RESPONSES.c.request, Text)), 0)
+"""SQL expression: size of the request of a pending background response in characters of JSON."""
+EVENT_END = b"\n\n"
 Document = dict[str, Any]
 """A response object of OpenAI's API."""
 Item = dict[str, Any]
+NewEvents = tuple[int, bytes]
+"""Sequence number of the last of consecutive events, and the encoded events."""
+NO_EVENTS = -1, b""
+
+
+class Lease(NamedTuple):
+    """The right of an API process to compute a background response, which is not finished."""
+
+    name: str
+    """Id of the response."""
+    owner: str
+    worker: str
+    """Id of the API process; empty: none computes the response."""
+    beat: float
+    """Number that changes while the process lives."""
+    deaths: int
+    """Number of processes that will have ended without finishing the response if ``worker`` has ended."""
+
+
+class StoredRequest(NamedTuple):
+    """A background response to be continued."""
+
+    document: Document
+    """The response object, without output."""
+    request: dict[str, Any]
+    """The request, with the items of the conversation before it."""
+    input: list[Item]
+    """Input items of the request itself."""
+    deaths: int
+    """Number of processes that have ended without finishing the response."""
 
 
 class ResponseStore(Store):
     """Stores responses in the database."""
 
-    def __init__(self, database: Database, retention: float, quotas: Quotas) -> None:
-        super().__init__(database, retention, quotas)
-        self._clock_offset = time.time() - time.monotonic()
-        """Offset between system and monotonic clock at the last check, in seconds."""
-        self._clock_stepped = -math.inf
-        """Time of the last detected clock step, on the monotonic clock."""
-
     @writes
-    def add(self, connection: Connection, owner: str, document: dict[str, Any], items: list[Item]) -> None:
-        """Store a new response. Raises ``PenstockError`` as ``Quotas.check``."""
-        now, size = time.time(), _size(document) + _size(items)
+    def add(
+        self,
+        connection: Connection,
+        owner: str,
+        document: dict[str, Any],
+        items: list[Item],
+        worker: str | None = None,
+        request: dict[str, Any] | None = None,
+    ) -> None:
+        """Store a new response.
+
+        Args:
+            worker: id of the API process that computes the response in the background.
+            request: request of a background response.
+
+        Raises ``PenstockError`` as ``Quotas.check``.
+        """
+        size = _size(document) + _size(items)
+        if request is not None:
+            size += len(msgspec.json.encode(request).decode())
         self._quotas.check(connection, owner, "store", responses=1, bytes=size)
         values = {"id": document["id"], "owner": owner, "previous": document["previous_response_id"] or ""}
-        times = {"expires": now + self._retention, "beat": now}
         kept = {"document": document, "status": document["status"], "input": items, "size": size}
-        connection.execute(insert(RESPONSES).values(**values, **times, **kept))
+        lease = {"worker": worker, "request": request, "beat": 0.0, "expires": time.time() + self._retention}
+        connection.execute(insert(RESPONSES).values(**values, **kept, **lease))
 
     @reads
     def check_room(self, connection: Connection, owner: str) -> None:
@@ -64,16 +103,86 @@ class ResponseStore(Store):
         self._quotas.check(connection, owner, "store", responses=1, bytes=1)
 
     @writes
-    def advance(self, connection: Connection, owner: str, document: dict[str, Any]) -> bool:
-        """Replace a pending background response. Returns False if it was cancelled or deleted."""
-        size = RESPONSES.c.size + _size(document) - _size(document | {"output": []})
-        values = {"document": document, "status": document["status"], "beat": time.time(), "size": size}
-        return _change_pending(connection, owner, document["id"], values)
+    def advance(
+        self, connection: Connection, owner: str, worker: str, document: dict[str, Any], events: NewEvents = NO_EVENTS
+    ) -> bool:
+        """Replace a pending background response, and store new events. Returns False if the response was cancelled or
+        deleted, or another process has continued it."""
+        size = _size(document) - _size(document | {"output": []})
+        if not _change_pending(connection, owner, document["id"], {"document": document}, worker, size):
+            return False
+        self._add_events(connection, document["id"], events)
+        return True
+
+    @writes
+    def add_events(self, connection: Connection, owner: str, worker: str, name: str, events: NewEvents) -> bool:
+        """Store new events of a pending background response. Returns False as ``advance``."""
+        if not _change_pending(connection, owner, name, {}, worker):
+            return False
+        self._add_events(connection, name, events)
+        return True
+
+    @reads
+    def events(self, connection: Connection, owner: str, name: str, after: int) -> tuple[list[bytes], bool]:
+        """Return the stored events of a response with sequence numbers above ``after``, and True if there will be no
+        further ones. Raises ``PenstockError``: as ``get``; ``invalid`` if the response is not streamed."""
+        row = _row(connection, owner, name, RESPONSES.c.request["stream"].as_boolean().label("stream"))
+        events = RESPONSE_EVENTS.c
+        found = select(events.last, events.data).where(events.response == name, events.last > after)
+        result: list[bytes] = []
+        for last, data in connection.execute(found.order_by(events.last)):
+            some = _split_events(data)
+            result += some[max(0, len(some) - (last - after)) :]
+        ended = row.status not in PENDING or row.worker is None
+        if ended and not result:
+            any_event = select(events.last).where(events.response == name).limit(1)
+            if connection.execute(any_event).first() is None:
+                _refuse_stream(name)
+        elif not ended and not row.stream:
+            _refuse_stream(name)
+        return result, ended
+
+    # --- Leases of background responses -------------------------------------------------------------------------------
+
+    @reads
+    def leases(self, connection: Connection) -> list[Lease]:
+        """Return the leases of all background responses that are not finished, the oldest first."""
+        responses = RESPONSES.c
+        columns = responses.id, responses.owner, responses.worker, responses.beat, responses.deaths
+        found = select(*columns).where(responses.worker.is_not(None)).order_by(responses.expires)
+        rows = connection.execute(found)
+        return [Lease(row.id, row.owner, row.worker, row.beat, row.deaths + bool(row.worker)) for row in rows]
+
+    @writes
+    def beat(self, connection: Connection, worker: str) -> None:
+        """Renew the leases of a process."""
+        mine = update(RESPONSES).where(RESPONSES.c.worker == worker)
+        connection.execute(mine.values(beat=RESPONSES.c.beat + 1))
+
+    @writes
+    def take_over(self, connection: Connection, lease: Lease, worker: str) -> StoredRequest | None:
+        """Take the lease of a process that has ended or released it. Returns None if the lease has changed."""
+        responses = RESPONSES.c
+        where = responses.id == lease.name, responses.worker == lease.worker, responses.beat == lease.beat
+        values = {"worker": worker, "beat": responses.beat + 1, "deaths": lease.deaths}
+        if not connection.execute(update(RESPONSES).where(*where).values(**values)).rowcount:
+            return None
+        columns = responses.document, responses.request, responses.input
+        row = connection.execute(select(*columns).where(responses.id == lease.name)).one()
+        return StoredRequest(*row, lease.deaths)
+
+    @writes
+    def release(self, connection: Connection, worker: str) -> None:
+        """Release the leases of a process that is stopping, so that other processes take them."""
+        mine = update(RESPONSES).where(RESPONSES.c.worker == worker)
+        connection.execute(mine.values(worker="", beat=RESPONSES.c.beat + 1))
+
+    # --- Reading ------------------------------------------------------------------------------------------------------
 
     @reads
     def get(self, connection: Connection, owner: str, name: str) -> Document:
         """Return a response. Raises ``PenstockError`` (``not_found``) if the owner has no such response."""
-        return self._current(_row(connection, owner, name, RESPONSES.c.document))
+        return _current(_row(connection, owner, name, RESPONSES.c.document))
 
     @reads
     def input_page(self, connection: Connection, owner: str, name: str, query: PageQuery) -> Page:
@@ -119,7 +228,7 @@ class ResponseStore(Store):
                 message = f"has more than {MAX_CHAIN} previous responses: start a new conversation"
                 raise invalid("previous_response_id", message, MAX_CHAIN)
             row = _row(connection, owner, previous, LENGTH.label("length"), field="previous_response_id")
-            status = "failed" if self._is_lost(row) else row.status
+            status = "failed" if _is_lost(row) else row.status
             if status not in ("completed", "incomplete"):
                 message = f"{previous} is {status}; only completed and incomplete responses can be continued"
                 raise invalid("previous_response_id", message)
@@ -165,40 +274,54 @@ class ResponseStore(Store):
     def delete(self, connection: Connection, owner: str, name: str) -> None:
         """Delete a response. Raises as ``get``."""
         _row(connection, owner, name)
+        connection.execute(delete(RESPONSE_EVENTS).where(RESPONSE_EVENTS.c.response == name))
         connection.execute(delete(RESPONSES).where(RESPONSES.c.id == name))
 
     @writes
     def cancel(self, connection: Connection, owner: str, name: str) -> Document:
         """Mark a pending background response as cancelled; its process then stops. Raises as ``get``."""
-        stored = self._current(_row(connection, owner, name, RESPONSES.c.document))
+        stored = _current(_row(connection, owner, name, RESPONSES.c.document))
         if not stored["background"]:
             raise invalid("response_id", f"{name} is not a background response; only these can be cancelled")
         document = {**stored, "status": "cancelled"}
-        changed = _change_pending(connection, owner, name, {"document": document, "status": "cancelled"})
-        return document if changed else stored
-
-    @writes
-    def beat(self, connection: Connection, owner: str, name: str) -> bool:
-        """Record a heartbeat of a background response. Returns False if it is no longer pending."""
-        return _change_pending(connection, owner, name, {"beat": time.time()})
+        return document if _change_pending(connection, owner, name, {"document": document}) else stored
 
     async def remove_expired(self) -> None:
-        await self._database.delete_in_parts(RESPONSES, RESPONSES.c.expires < time.time())
+        now = time.time()
+        await self._database.delete_in_parts(RESPONSES, RESPONSES.c.expires < now)
+        await self._database.delete_in_parts(RESPONSE_EVENTS, RESPONSE_EVENTS.c.expires < now)
 
-    def _current(self, row: Row[Any]) -> Document:
-        """Return a response, marked as failed if its process has ended."""
-        document: Document = row.document
-        return {**document, "status": "failed", "error": LOST} if self._is_lost(row) else document
+    def _add_events(self, connection: Connection, name: str, events: NewEvents) -> None:
+        last, encoded = events
+        if not encoded:
+            return
+        data = zlib.compress(encoded)
+        responses = RESPONSES.c
+        this = update(RESPONSES).where(responses.id == name)
+        connection.execute(this.values(size=responses.size + len(data)))
+        expires = connection.execute(select(responses.expires).where(responses.id == name)).scalar_one()
+        values = {"response": name, "last": last, "expires": expires, "data": data}
+        connection.execute(insert(RESPONSE_EVENTS).values(**values))
 
-    def _is_lost(self, row: Row[Any]) -> bool:
-        """Check whether the process that computes a response has ended. After a clock step, when all heartbeats may
-        seem old, ``LOST_AFTER`` seconds must pass first."""
-        lost = row.status in PENDING and time.time() - row.beat > LOST_AFTER
-        offset, now = time.time() - time.monotonic(), time.monotonic()
-        if abs(offset - self._clock_offset) > CLOCK_STEP:
-            self._clock_stepped = now
-        self._clock_offset = offset
-        return lost and now - self._clock_stepped > LOST_AFTER
+
+def _current(row: Row[Any]) -> Document:
+    """Return a response, marked as failed if no process can continue it."""
+    document: Document = row.document
+    return {**document, "status": "failed", "error": LOST} if _is_lost(row) else document
+
+
+def _is_lost(row: Row[Any]) -> bool:
+    return row.status in PENDING and row.worker is None
+
+
+def _split_events(data: bytes) -> list[bytes]:
+    """Split compressed events."""
+    return [event + EVENT_END for event in zlib.decompress(data).split(EVENT_END)[:-1]]
+
+
+def _refuse_stream(name: str) -> NoReturn:
+    message = f"{name} has no stored events: only background responses created with stream: true can be streamed"
+    raise invalid("stream", message)
 
 
 def _responses_of(items: list[str]) -> set[str]:
@@ -219,9 +342,29 @@ def _size(value: Any) -> int:
     return len(msgspec.json.encode(value))
 
 
-def _change_pending(connection: Connection, owner: str, name: str, values: dict[str, Any]) -> bool:
-    """Update a pending response. Returns False if no such response is pending."""
-    where = RESPONSES.c.id == name, RESPONSES.c.owner == owner, RESPONSES.c.status.in_(PENDING)
+def _change_pending(
+    connection: Connection,
+    owner: str,
+    name: str,
+    values: dict[str, Any],
+    worker: str | None = None,
+    more_bytes: int = 0,
+) -> bool:
+    """Update a pending background response. If its new document is finished, its lease ends and its request is removed.
+    Returns False if no such response is pending.
+
+    Args:
+        worker: process that must have the lease; None: any.
+        more_bytes: number of bytes by which the response grows.
+    """
+    responses = RESPONSES.c
+    where = [responses.id == name, responses.owner == owner, responses.status.in_(PENDING)]
+    where.append(responses.worker.is_not(None) if worker is None else responses.worker == worker)
+    values = {**values, "size": responses.size + more_bytes}
+    if document := values.get("document"):
+        values["status"] = document["status"]
+        if document["status"] not in PENDING:
+            values |= {"worker": None, "request": None, "size": values["size"] - REQUEST_SIZE}
     return connection.execute(update(RESPONSES).where(*where).values(**values)).rowcount > 0
 
 
@@ -232,9 +375,9 @@ def _is_stored(owner: str, name: str) -> tuple[ColumnElement[bool], ...]:
 def _row(
     connection: Connection, owner: str, name: str, *columns: ColumnElement[Any], field: str = "response_id"
 ) -> Row[Any]:
-    """Read status, heartbeat, previous id and ``columns`` of a response. Raises ``PenstockError`` (``not_found``)."""
+    """Read status, worker, previous id and ``columns`` of a response. Raises ``PenstockError`` (``not_found``)."""
     responses = RESPONSES.c
-    found = select(responses.status, responses.beat, responses.previous, *columns).where(*_is_stored(owner, name))
+    found = select(responses.status, responses.worker, responses.previous, *columns).where(*_is_stored(owner, name))
     if (row := connection.execute(found).first()) is None:
         raise PenstockError(
             Code.NOT_FOUND, f"{field}: the response {name[:160]!r} does not exist or has expired", field

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import JSON, BigInteger, Column, Float, Index, Integer, MetaData, String, Table
+from sqlalchemy import JSON, BigInteger, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table
 
 METADATA = MetaData()
 RESPONSES = Table(
@@ -17,12 +17,29 @@ RESPONSES = Table(
     Column("document", JSON, nullable=False),
     Column("input", JSON, nullable=False),
     Column("size", BigInteger, nullable=False, server_default="0"),
+    Column("worker", String(64)),
+    Column("deaths", Integer, nullable=False, server_default="0"),
+    Column("request", JSON(none_as_null=True)),
     Index("responses_expires", "expires"),
     Index("responses_use", "owner", "expires", "size"),
+    Index("responses_worker", "worker"),
 )
 """``document`` is the response object; its status is also in ``status``. ``input`` has the items of the request
-without the items of previous responses; ``size`` is the total size of ``document`` and ``input``; ``beat`` is the time
-of the last heartbeat of the process that computes the response."""
+without the items of previous responses; ``size`` is the total size of ``document``, ``input``, ``request`` and events.
+
+A background response that is not finished has a lease: ``worker`` is the id of the API process that computes it (empty:
+none), and ``beat`` a number that this process increments. ``deaths`` is the number of earlier processes that have ended
+without finishing it, and ``request`` the request with all its items. Otherwise ``worker`` and ``request`` are null."""
+RESPONSE_EVENTS = Table(
+    "response_events",
+    METADATA,
+    Column("response", String(160), primary_key=True),
+    Column("last", Integer, primary_key=True, autoincrement=False),
+    Column("expires", Float, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+    Index("response_events_expires", "expires"),
+)
+"""Consecutive events of a streamed background response up to the sequence number ``last``, compressed."""
 CONVERSATIONS = Table(
     "conversations",
     METADATA,

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.core import Code, PenstockError
 
-from .values import MAX_REFERENCES, STRING, resolved, to_json, types_of
+from .values import MAX_REFERENCES, STRING, resolved, to_json, type_name, types_of
 
 OBJECT_KEYWORDS = frozenset(
     "type properties required additionalProperties $defs definitions $schema $id $comment title description examples "
     "default deprecated strict x-guidance".split()
 )
 """Supported keywords of an arguments schema, and keywords without effect on validation."""
+ANNOTATIONS = frozenset("title description examples default deprecated $comment".split())
+"""Keywords that do not restrict a value."""
+STRING_KEYWORDS = ANNOTATIONS | {"pattern", "minLength", "maxLength", "format"}
+"""Keywords that a string without quotes can follow."""
+ARRAY_KEYWORDS = ANNOTATIONS | {"type", "items", "$defs", "definitions"}
+ANY_TYPE = frozenset("string number boolean null object array".split())
 KEY = re.compile(r"[^\s<>\"'=()]{1,128}")
 """Default pattern of parameter names."""
 
@@ -62,22 +68,22 @@ def arguments_sequence(
             [element for name, element in elements.items() if (name in required) == wanted] for wanted in (True, False)
         )
         return _joined(first, others, separator)
-    return _sequence([part if name in required else _optional(part) for name, part in elements.items()])
+    return sequence([part if name in required else _optional(part) for name, part in elements.items()])
 
 
 def _joined(required: list[Format], others: list[Format], separator: str) -> Format:
     """Required elements, then optional elements, with a separator between the elements that are present."""
 
     def following(elements: list[Format]) -> list[Format]:
-        return [_optional(_sequence([_text(separator), element])) for element in elements]
+        return [_optional(sequence([const_string(separator), element])) for element in elements]
 
     if required:
-        between = [_text(separator)] * (2 * len(required) - 1)
+        between = [const_string(separator)] * (2 * len(required) - 1)
         between[::2] = required
-        return _sequence([*between, *following(others)])
+        return sequence([*between, *following(others)])
     if not others:
-        return _text("")
-    return _optional(_or([_sequence([first, *following(others[i + 1 :])]) for i, first in enumerate(others)]))
+        return const_string("")
+    return _optional(_or([sequence([first, *following(others[i + 1 :])]) for i, first in enumerate(others)]))
 
 
 def json_object_in_any_order(schema: Mapping[str, Any]) -> Format | None:
@@ -88,12 +94,12 @@ def json_object_in_any_order(schema: Mapping[str, Any]) -> Format | None:
     if not is_plain or isinstance(schema.get("additionalProperties"), dict) or not required <= properties.keys():
         return None
     elements = {
-        name: _sequence([_text(f"{to_json(name)}: "), json_format(part, {})]) for name, part in properties.items()
+        name: sequence([const_string(f"{to_json(name)}: "), json_format(part, {})]) for name, part in properties.items()
     }
     if len(elements) < 2:
         return None
     arguments = arguments_sequence(schema, elements, ", ", re.compile(".*", re.DOTALL), any_order=True)
-    return _sequence([_text("{"), arguments, _text("}")])
+    return sequence([const_string("{"), arguments, const_string("}")])
 
 
 def value_format(schema: Any, root: Mapping[str, Any], end: str, depth: int = 0) -> Format:
@@ -106,16 +112,21 @@ def value_format(schema: Any, root: Mapping[str, Any], end: str, depth: int = 0)
 
     Raises ``PenstockError`` (``unsupported``) for a constant that contains ``end``.
     """
+    if _is_unknown(schema, root):
+        return json_format(schema, root)
     found = resolved(schema, root)
     types = types_of(found, root)
-    if types is None or "string" not in types:
+    if types is None:  # the parser keeps the quotes of a JSON string
+        rest = json_format({**found, "type": sorted(ANY_TYPE - STRING)}, root)
+        return _or([_string(found, text_without(end)), rest]) if found.keys() <= STRING_KEYWORDS else rest
+    if "string" not in types:
         return json_format(schema, root)
     if "const" in found or isinstance(found.get("enum"), list):
         values = found.get("enum", [found.get("const")])
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
         if wrong := [text for text in texts if end in text]:
             raise _unsupported(f"the value {wrong[0]!r:.50}, which contains {end}")
-        return _or([_text(text) for text in texts])
+        return _or([const_string(text) for text in texts])
     for keyword in ("anyOf", "oneOf"):
         if isinstance(found.get(keyword), list) and depth < MAX_REFERENCES:
             return _or([value_format(part, root, end, depth + 1) for part in found[keyword]])
@@ -124,11 +135,95 @@ def value_format(schema: Any, root: Mapping[str, Any], end: str, depth: int = 0)
     return _or([string, json_format({**found, "type": others}, root)]) if others else string
 
 
+def typed_formats(
+    schema: Any,
+    root: Mapping[str, Any],
+    string: Callable[[Mapping[str, Any]], Format],
+    other: Callable[[str, Mapping[str, Any]], Format],
+    depth: int = 0,
+) -> list[tuple[str, Format]]:
+    """Return the alternative formats of a value, each with its JSON type, for call formats that write types apart.
+
+    Args:
+        schema: schema of the value.
+        root: enclosing schema with ``$defs`` and ``definitions``.
+        string: format of a string with a given schema.
+        other: format of a value of a given JSON type that is no string, with a given schema.
+    """
+    if _is_unknown(schema, root):
+        return [("", json_format(schema, root))]
+    found = resolved(schema, root)
+    if "const" in found or isinstance(found.get("enum"), list):
+        values = found.get("enum", [found.get("const")])
+        return [
+            (kind, string({"const": value}) if kind == "string" else other(kind, {"const": value}))
+            for kind, value in ((type_name(value), value) for value in values)
+        ]
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(found.get(keyword), list) and depth < MAX_REFERENCES:
+            parts = [typed_formats(part, root, string, other, depth + 1) for part in found[keyword]]
+            return [alternative for part in parts for alternative in part]
+    types = types_of(found, root)
+    if types is None:
+        types = ANY_TYPE if found.keys() <= STRING_KEYWORDS else ANY_TYPE - STRING
+    if "number" in types:
+        types -= {"integer"}
+    return [
+        (kind, string(found) if kind == "string" else other(kind, {**found, "type": kind})) for kind in sorted(types)
+    ]
+
+
+def string_format(schema: Mapping[str, Any], end: str) -> Format:
+    """Return the format of an unquoted string, which cannot contain ``end``.
+
+    Raises ``PenstockError`` (``unsupported``) for a constant that contains ``end``.
+    """
+    if "const" not in schema:
+        return _string(schema, text_without(end))
+    if end in schema["const"]:
+        raise _unsupported(f"the value {schema['const']!r:.50}, which contains {end}")
+    return const_string(schema["const"])
+
+
+def is_plain_object(schema: Mapping[str, Any], key: re.Pattern[str]) -> bool:
+    """Check whether ``arguments_sequence`` can write an object with this schema, which lists its properties."""
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not properties or schema.keys() - OBJECT_KEYWORDS:
+        return False
+    return all(map(key.fullmatch, properties)) and isinstance(required, list) and set(required) <= properties.keys()
+
+
+def is_plain_array(schema: Mapping[str, Any]) -> bool:
+    """Check whether a schema restricts only the items of an array."""
+    return isinstance(schema.get("items"), Mapping) and schema.keys() <= ARRAY_KEYWORDS
+
+
+def repeated(content: Format, separator: str = "") -> Format:
+    """Return the format of zero or more repetitions."""
+    tag = {"type": "tag", "begin": "", "content": content, "end": ""}
+    return {"type": "tags_with_separator", "tags": [tag], "separator": separator}
+
+
+def choice(formats: list[Format]) -> Format:
+    """Return the format of one of several formats."""
+    return formats[0] if len(formats) == 1 else _or(formats)
+
+
+def const_string(value: str) -> Format:
+    """Return the format of a fixed text."""
+    return {"type": "const_string", "value": value}
+
+
 def json_format(schema: Any, root: Mapping[str, Any]) -> Format:
     """Return the format of a JSON value. ``root`` is the enclosing schema with ``$defs`` and ``definitions``."""
     if isinstance(schema, Mapping):
         schema = {name: root[name] for name in ("$defs", "definitions") if name in root} | dict(schema)
     return {"type": "json_schema", "json_schema": schema, "separators": [", ", ": "]}
+
+
+def _is_unknown(schema: Any, root: Mapping[str, Any]) -> bool:
+    """True for a schema that allows no value, and for a reference that does not exist: the engine reports both."""
+    return schema is False or (isinstance(schema, Mapping) and "$ref" in schema and not resolved(schema, root))
 
 
 def _string(schema: Mapping[str, Any], text: Format) -> Format:
@@ -156,12 +251,9 @@ def text_without(end: str) -> Format:
     return {"type": "regex", "pattern": f"([^{first}]|{first}({again})*({other}))*({first}({again})*{partial})?"}
 
 
-def _text(value: str) -> Format:
-    return {"type": "const_string", "value": value}
-
-
-def _sequence(elements: list[Format]) -> Format:
-    return {"type": "sequence", "elements": elements} if elements else _text("")
+def sequence(elements: list[Format]) -> Format:
+    """Return the format of several formats in a fixed order."""
+    return {"type": "sequence", "elements": elements} if elements else const_string("")
 
 
 def _or(elements: list[Format]) -> Format:

@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -69,6 +70,8 @@ class ToolCallFormat(ABC):
     """Text before an answer that may also be calls."""
     single: bool = False
     """True if the model makes one call at a time."""
+    constrainable: bool = True
+    """False if a start marker also begins other texts, so that a grammar must not apply from it on."""
     escape: str = ""
     """Pattern of the beginning of an answer without a start marker that is no call (``UnmarkedCalls.escape``), if a
     grammar ensures that all others are calls; empty: the parser decides at the end of what may be a call."""
@@ -129,8 +132,8 @@ class ToolCallFormat(ABC):
     def heads(self) -> list[str]:
         """Texts from a trigger to the name of the first call, one for each trigger."""
         whole = self.prefix + self.call_start[0]
-        unmarked = next((whole[len(one) :] for one in self.start_markers if whole.startswith(one)), whole)
-        return [whole[whole.index(one) :] if one in whole else one + unmarked for one in self.start_markers]
+        unmarked = next((whole[len(one) :] for one in self.triggers if whole.startswith(one)), whole)
+        return [whole[whole.index(one) :] if one in whole else one + unmarked for one in self.triggers]
 
     def written_name(self, name: str) -> str:
         """A tool's name as written between the two texts of ``call_start``."""
@@ -138,13 +141,13 @@ class ToolCallFormat(ABC):
 
     def matches(self, template: str) -> bool:
         """Check whether a chat template uses this format."""
-        present = all(text in template for text in self.template_markers)
+        present = bool(self.template_markers) and all(text in template for text in self.template_markers)
         return present and not any(text in template for text in self.excluded_markers)
 
-    def new_id(self) -> str:
-        """Generate a call id."""
+    def new_id(self, seed: str = "") -> str:
+        """Generate a call id: a random one, or with ``seed`` always the same."""
         prefix, length = self.call_id
-        return prefix + uuid4().hex[:length]
+        return prefix + (sha256(seed.encode()).hexdigest() if seed else uuid4().hex)[:length]
 
 
 class ToolCallParser(ABC):
@@ -162,7 +165,10 @@ class ToolCallParser(ABC):
         """The calls so far; the last one may still grow."""
         self._start_markers, self._end_markers, self._separators = form.start_markers, form.end_markers, separators
         self._escape = re.compile(form.escape, re.DOTALL) if form.escape else None
-        self._new_id = form.new_id
+        self.has_cut_head = False
+        """True if the text ended before the arguments of a call began; that call is dropped."""
+        self.new_id: Callable[[], str] = form.new_id
+        """Generates the id of a call that has none in the text."""
         self._held = ""
         self._parts: list[MessagePart] = []
         """Content, and calls that begin, in the current chunk."""
@@ -216,7 +222,7 @@ class ToolCallParser(ABC):
         return True
 
     def _start_call(self, name: str, arguments: str = "", call_id: str = "") -> None:
-        call = ToolCall(call_id or self._new_id(), name, arguments)
+        call = ToolCall(call_id or self.new_id(), name, arguments)
         self.calls.append(call)
         self._parts.append(call)
 
@@ -227,6 +233,7 @@ class ToolCallParser(ABC):
         """Wait for the rest of a call's head. At the end of the text the truncated head is dropped."""
         if last and not self._marker and not self.calls:  # the text may also be an answer in JSON
             return self._reject()
+        self.has_cut_head = last
         return self._wait_for_end(last)
 
     def _wait_for_end(self, last: bool) -> bool:

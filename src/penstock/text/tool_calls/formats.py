@@ -1,89 +1,15 @@
-"""All tool call formats. Parsers have the names that vLLM uses."""
+"""All tool call formats. Parsers have the names that vLLM and SGLang use."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from . import json_formats
+from . import json_formats, xml_formats
 from .format import ToolCallFormat
+from .gemma_calls import GemmaFormat
 from .json_formats import HARMONY as HARMONY
+from .nested_calls import NestedFormat
 from .pythonic_calls import PythonicFormat
-from .xml_calls import XMLFormat
-
-QWEN3_CODER = XMLFormat(
-    parsers=("qwen3_coder", "qwen3_xml", "mimo"),
-    template_markers=("<tool_call>", "<function="),
-    start_markers=("<tool_call>", "<function="),
-    end_markers=("</tool_call>",),
-    marker_tokens=("<tool_call>", "</tool_call>"),
-    name_start="<function=",
-    name_end=">",
-    parameter=("<parameter=", ">"),
-    value_end="</parameter>",
-    close="</function>",
-    trim_newlines=True,
-    call_start=("<tool_call>\n<function=", ">\n"),
-    call_end="</function>\n</tool_call>",
-    separator="\n",
-)
-"""``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``: Qwen3-Coder."""
-
-SEED_OSS = replace(
-    QWEN3_CODER,
-    parsers=("seed_oss",),
-    template_markers=("<seed:tool_call>",),
-    start_markers=("<seed:tool_call>",),
-    end_markers=("</seed:tool_call>",),
-    marker_tokens=("<seed:tool_call>", "</seed:tool_call>"),
-    trim_newlines=False,
-    call_start=("<seed:tool_call>\n<function=", ">\n"),
-    call_end="</function>\n</seed:tool_call>",
-)
-"""Same as ``QWEN3_CODER``, but in ``<seed:tool_call>`` and without line breaks around values: Seed-OSS."""
-
-MINIMAX_M2 = XMLFormat(
-    parsers=("minimax_m2",),
-    template_markers=("minimax:tool_call",),
-    start_markers=("<minimax:tool_call>",),
-    end_markers=("</minimax:tool_call>",),
-    marker_tokens=("<minimax:tool_call>", "</minimax:tool_call>"),
-    name_start='<invoke name="',
-    name_end='">',
-    parameter=('<parameter name="', '">'),
-    value_end="</parameter>",
-    close="</invoke>",
-    prefix="<minimax:tool_call>\n",
-    call_start=('<invoke name="', '">\n'),
-    call_end="</invoke>",
-    separator="\n",
-    suffix="\n</minimax:tool_call>",
-)
-"""``<minimax:tool_call><invoke name="…"><parameter name="key">value</parameter></invoke> … </minimax:tool_call>``:
-MiniMax-M2."""
-
-GLM47 = XMLFormat(
-    parsers=("glm47", "glm45"),
-    template_markers=("<tool_call>", "</arg_key><arg_value>"),
-    start_markers=("<tool_call>",),
-    marker_tokens=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    parameter=("<arg_key>", "</arg_key>"),
-    value_start="<arg_value>",
-    value_end="</arg_value>",
-    close="</tool_call>",
-    line="",
-    call_start=("<tool_call>", ""),
-    call_end="</tool_call>",
-)
-"""``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``: GLM-4.7."""
-
-GLM45 = replace(
-    GLM47,
-    template_markers=("<tool_call>", "<arg_key>"),
-    line="\n",
-    call_start=("<tool_call>", "\n"),
-    separator="\n",
-)
-"""Same as ``GLM47``, but each element is on a line: GLM-4.5 and 4.6. Both parsers read both formats."""
 
 PYTHONIC = PythonicFormat(
     parsers=("pythonic", "llama4_pythonic"),
@@ -128,16 +54,64 @@ LFM2 = replace(
 )
 """``<|tool_call_start|>[name(key="value"), …]<|tool_call_end|>``: LFM2."""
 
+LFM2_LIST = replace(LFM2, template_markers=("List of tools: ",))
+"""Same as ``LFM2``, for templates that leave the calls to the content: LFM2 and 2.5."""
+
+GEMMA4 = GemmaFormat(
+    parsers=("gemma4",),
+    template_markers=("<|tool_call>",),
+    start_markers=("<|tool_call>",),
+    end_markers=("<tool_call|>",),
+    marker_tokens=("<|tool_call>", "<tool_call|>", '<|"|>'),
+    quote='<|"|>',
+    call_start=("<|tool_call>call:", "{"),
+    call_end="}<tool_call|>",
+)
+"""``<|tool_call>call:name{key:<|"|>value<|"|>,other:5}<tool_call|>`` for each call: Gemma 4."""
+
+FUNCTIONGEMMA = replace(
+    GEMMA4,
+    parsers=("functiongemma",),
+    template_markers=("<start_function_call>",),
+    start_markers=("<start_function_call>",),
+    end_markers=("<end_function_call>",),
+    marker_tokens=("<start_function_call>", "<end_function_call>", "<escape>"),
+    quote="<escape>",
+    call_start=("<start_function_call>call:", "{"),
+    call_end="}<end_function_call>",
+)
+"""``<start_function_call>call:name{key:<escape>value<escape>}<end_function_call>`` for each call: FunctionGemma."""
+
+MINIMAX_M3 = NestedFormat(
+    parsers=("minimax_m3", "minimax-m3"),
+    template_markers=("]<]minimax[>[",),
+    start_markers=("]<]minimax[>[<tool_call>", ']<]minimax[>[<invoke name="'),
+    end_markers=("]<]minimax[>[</tool_call>",),
+    marker_tokens=("]<]minimax[>[",),
+    mark="]<]minimax[>[",
+    name_start='<invoke name="',
+    name_end='">',
+    close="</invoke>",
+    string_stop="]<",
+    prefix="]<]minimax[>[<tool_call>\n",
+    call_start=(']<]minimax[>[<invoke name="', '">'),
+    call_end="]<]minimax[>[</invoke>",
+    separator="\n",
+    suffix="\n]<]minimax[>[</tool_call>",
+)
+"""``<tool_call><invoke name="name"><key>value</key></invoke> … </tool_call>``, with ``]<]minimax[>[`` before each tag;
+objects and arrays are nested elements: MiniMax-M3."""
+
 TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     *json_formats.FORMATS,
-    QWEN3_CODER,
-    SEED_OSS,
-    MINIMAX_M2,
-    GLM47,
-    GLM45,
+    *xml_formats.FORMATS,
     PYTHONIC,
     OLMO3,
     LFM2,
+    LFM2_LIST,
+    GEMMA4,
+    FUNCTIONGEMMA,
+    MINIMAX_M3,
 )
 
 

@@ -11,16 +11,20 @@ from typing import Any
 from .brace_scanner import BraceScanner
 from .forced_values import json_object_in_any_order
 from .format import Schemas, ToolCallFormat, ToolCallParser, UnmarkedCalls, text_except
-from .values import is_beginning, is_text
+from .values import is_beginning, is_text, json_text
 
 _SPACE = r"[ \n\r\t]*"
 NAME_AND_ARGUMENTS = re.compile(
     rf'\{{{_SPACE}("tool_call_id"{_SPACE}:{_SPACE}"[^"\\]{{0,64}}"{_SPACE},{_SPACE}'
     rf'|"type"{_SPACE}:{_SPACE}"function"{_SPACE},{_SPACE})?'
     rf'"(tool_)?name"{_SPACE}:{_SPACE}"(?P<name>([^"\\]|\\.){{1,256}})"{_SPACE},{_SPACE}'
-    rf'"(arguments|parameters)"{_SPACE}:{_SPACE}(?=\{{)'
+    rf'"(arguments|parameters|args)"{_SPACE}:{_SPACE}(?=\{{)'
 )
 """Beginning of an object with name and arguments, up to the arguments."""
+NAME_AS_KEY = re.compile(r'\{\s*"(?P<name>([^"\\]|\\.){1,256})"\s*:\s*(?=\{)')
+"""Beginning of an object whose only key is the name, up to the arguments, which are its value."""
+HEADER_NAME = re.compile(r"[\w.:/-]{0,128}", re.ASCII)
+"""Pattern of the name before ``JSONFormat.header_end``."""
 MAX_NAME_LENGTH = 512
 """Maximum number of characters between a start marker and the arguments."""
 
@@ -40,13 +44,13 @@ def unmarked_objects(names: Sequence[str]) -> UnmarkedCalls:
     """Patterns of calls that are objects with name and arguments."""
     colon, comma = f"{_SPACE}:{_SPACE}", f"{_SPACE},{_SPACE}"
     before_name = f'{_BEFORE_NAME}"name"{colon}'
-    arguments = f'{comma}"(arguments|parameters)"'
+    arguments = f'{comma}"(arguments|parameters|args)"'
     no_calls = (
         f"{_BEFORE_NAME}({_NO_STRING}|{_string_except(('name', 'type'))})",
         rf'\{{{_SPACE}"type"{_SPACE}([^ \n\r\t:]|:{_SPACE}({_NO_STRING}|{_string_except(("function",))}))',
         rf'\{{{_SPACE}"type"{colon}"function"{_SPACE}([^ \n\r\t,]|,{_SPACE}"type")',
         rf'{_BEFORE_NAME}"name"{_SPACE}([^ \n\r\t:]|:{_SPACE}({_NO_STRING}|{_STRING}{_SPACE}[^ \n\r\t,]))',
-        f"{before_name}{_STRING}{comma}({_NO_STRING}|{_string_except(('arguments', 'parameters'))})",
+        f"{before_name}{_STRING}{comma}({_NO_STRING}|{_string_except(('arguments', 'parameters', 'args'))})",
         rf"{before_name}{_string_except(names)}{arguments}{_SPACE}([^ \n\r\t:]|:{_SPACE}[^ \n\r\t{{])",
     )
     return UnmarkedCalls(
@@ -67,10 +71,16 @@ class JSONFormat(ToolCallFormat):
     name_pattern: re.Pattern[str] | None = None
     """Pattern of the text between a start marker and the arguments, if that text contains the name. Group ``id`` is the
     call id; any other group is the name. None: the name is in the object."""
+    header_end: str = ""
+    """Text before the object, after an optional name that is ignored; empty: there is no such header."""
+    head: re.Pattern[str] = NAME_AND_ARGUMENTS
+    """Pattern of the beginning of an object with the name, up to the arguments."""
     names: tuple[str, ...] = ()
     """Examples that match ``name_pattern``, one for each alternative of the pattern."""
     separators: tuple[str, ...] = ()
     """Texts after a call that begin another call without a start marker."""
+    repeats: bool = False
+    """True if another object after a call begins another call, without a separator."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -86,7 +96,11 @@ class JSONFormat(ToolCallFormat):
         return {"type": "json_schema", "json_schema": schema, "separators": [", ", ": "]}
 
     def unmarked_calls(self, names: Sequence[str]) -> UnmarkedCalls | None:
-        return unmarked_objects(names) if self.allow_unmarked else None
+        return unmarked_objects(names) if self.allow_unmarked and not self.header_end else None
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        return (self.header_end,) if self.header_end else self.start_markers
 
     def unordered_arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         return json_object_in_any_order(schema) or self.arguments_format(schema)
@@ -122,6 +136,8 @@ class _JSONCallParser(ToolCallParser):
 
     def _read_start(self, last: bool) -> bool:
         """Read the text between a start marker and the first brace."""
+        if self._form.header_end and not self._marker.endswith(self._form.header_end):
+            return self._read_header(last)
         form, ahead = self._form, self._held.lstrip(self._form.lead)
         if not ahead:
             return self._wait_for_head(last)
@@ -139,20 +155,33 @@ class _JSONCallParser(ToolCallParser):
         groups = match.groupdict()
         call_id = groups.pop("id", "")
         if call_id in {call.id for call in self.calls}:
-            call_id = f"{call_id.rpartition(':')[0]}:{len(self.calls)}"
+            name, _, index = call_id.rpartition(":")
+            call_id = f"{name}:{len(self.calls)}" if index.isdecimal() and name else ""
         self._begin(next(name for name in groups.values() if name), in_object=False, call_id=call_id)
         self._held = self._held[at:]
+        return True
+
+    def _read_header(self, last: bool) -> bool:
+        """Read the name before ``header_end``, and this text."""
+        end = self._form.header_end
+        name, bracket, rest = self._held.partition(end[0])
+        rest = bracket + rest
+        if not HEADER_NAME.fullmatch(name) or not (rest.startswith(end) or end.startswith(rest)):
+            return self._reject()
+        if not rest.startswith(end):
+            return self._wait_for_head(last) if len(rest) < 2 else self._wait_for_end(last)
+        self._held, self._marker = rest[len(end) :], f"{self._marker}{name}{end}"
         return True
 
     def _read_object(self, last: bool) -> bool:
         """Read an object with name and arguments, up to the arguments."""
         ahead = self._held.lstrip(self._form.lead)
-        if head := NAME_AND_ARGUMENTS.match(ahead):
-            self._begin(_string(head["name"]), in_object=True)
-            self._held = ahead[head.end() :]
-            return True
         if self._is_escaped(ahead):
             return self._reject()
+        if head := self._form.head.match(ahead):
+            self._begin(json_text(head["name"]), in_object=True)
+            self._held = ahead[head.end() :]
+            return True
         length, ended = self._scanner.scan(ahead[self._scanned :])
         self._scanned += length
         if not ended:
@@ -162,7 +191,7 @@ class _JSONCallParser(ToolCallParser):
                 self._add_content(self._gap + self._marker + self._held)
                 self._held, self._step = "", self._read_content
             return False
-        call = _call(ahead[: self._scanned])
+        call = _call(ahead[: self._scanned]) if self._form.head is NAME_AND_ARGUMENTS else None
         if call is None:
             return self._reject()
         self._start_call(*call)
@@ -189,7 +218,7 @@ class _JSONCallParser(ToolCallParser):
 
     def _read_end(self, last: bool) -> bool:
         self._held = self._held.lstrip()
-        if self._form.allow_unmarked and self._held.startswith("{"):
+        if self._form.repeats and self._held.startswith("{"):
             self._gap, self._marker, self._step = "", "", self._read_start
             return True
         return super()._read_end(last)
@@ -199,21 +228,12 @@ class _JSONCallParser(ToolCallParser):
         self._in_object, self._scanner, self._step = in_object, BraceScanner(self._form.stops), self._read_arguments
 
 
-def _string(written: str) -> str:
-    """Decode the content of a JSON string. Returns invalid content unmodified."""
-    try:
-        name = str(json.loads(f'"{written}"', strict=False))
-        return name if is_text(name) else written
-    except ValueError:
-        return written
-
-
 def _call(written: str) -> tuple[str, str] | None:
     """Name and arguments of a complete object; None if it is not a call."""
     try:
         document = json.loads(written)
         name = document["tool_name"] if "tool_name" in document else document["name"]
-        arguments = document.get("arguments", document.get("parameters")) or {}
+        arguments = document.get("arguments", document.get("parameters", document.get("args"))) or {}
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         if not isinstance(arguments, str) and not is_text(text):
             text = json.dumps(arguments)

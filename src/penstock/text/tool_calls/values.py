@@ -39,6 +39,15 @@ def is_text(text: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
+def json_text(written: str) -> str:
+    """Decode the content of a JSON string. Returns invalid content unmodified."""
+    try:
+        text = str(json.loads(f'"{written}"', strict=False))
+    except ValueError:
+        return written
+    return text if is_text(text) else written
+
+
 def is_beginning(text: str) -> bool:
     """Check whether a text is a prefix of a JSON document."""
     try:

@@ -10,12 +10,26 @@ from typing import Any
 
 from penstock.text.markers import partial_match_length, split_at_marker
 
-from .forced_values import arguments_sequence, text_without, value_format
+from .forced_values import (
+    Format,
+    arguments_sequence,
+    choice,
+    const_string,
+    json_format,
+    sequence,
+    string_format,
+    text_without,
+    typed_formats,
+    value_format,
+)
 from .format import Schemas, ToolCallFormat, ToolCallParser
 from .values import STRING, Types, typed_value, types_of
 
 NAME = re.compile(r"[^\s<>\"'=]{1,256}")
 MAX_KEY_LENGTH = 512
+MAX_KIND_LENGTH = 64
+"""Maximum number of characters between a parameter's name and its value."""
+CDATA_START, CDATA_END = "<![CDATA[", "]]>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +39,27 @@ class XMLFormat(ToolCallFormat):
 
     name_start: str = ""
     """Text between a start marker and the name. The same text also begins further calls after that start marker."""
+    name_lead: str = ""
+    """Optional text between a start marker and ``name_start``."""
     name_end: str = ""
     """Text after the name; if empty, the first parameter or the end of the call follows."""
     parameter: tuple[str, str]
     """Text before and after a parameter's name."""
+    kinds: tuple[tuple[str, str], ...] = ()
+    """JSON type and text between a parameter's name and its value, for formats that write the type of each value. The
+    last text is that of all other types."""
+    kind_end: str = ""
+    """Last characters of the texts of ``kinds``."""
+    escaped_keys: bool = False
+    """True if parameter names have the escapes of XML attributes."""
     value_start: str = ""
     """Text before a value, after optional whitespace."""
     value_end: str
     """Text after a value."""
+    value_stop: str = ""
+    """Text that a forced string cannot contain; empty: ``value_end``."""
+    cdata: bool = False
+    """True if a value may be in ``<![CDATA[…]]>``."""
     close: str
     """Text that ends a call."""
     trim_newlines: bool = False
@@ -40,18 +67,19 @@ class XMLFormat(ToolCallFormat):
     line: str = "\n"
     """Text between two elements of a forced call."""
 
-    def any_arguments_format(self) -> dict[str, Any]:
+    def any_arguments_format(self) -> Format:
         begin, key_end = self.parameter
         before = f"{self.line}{self.value_start}" if self.value_start else ""
         around = "\n" if self.trim_newlines else ""
-        argument = [
-            {"type": "const_string", "value": begin},
-            {"type": "regex", "pattern": "[^\\s<>\"'=()]{1,128}"},
-            {"type": "const_string", "value": f"{key_end}{before}{around}"},
-            text_without(self.value_end),
-            {"type": "const_string", "value": f"{around}{self.value_end}{self.line}"},
-        ]
-        return {"type": "star", "content": {"type": "sequence", "elements": argument}}
+        text = text_without(self.value_stop or self.value_end)
+        value = sequence([const_string(f"{before}{around}"), text])
+        if self.kinds:
+            other = sequence([const_string(self._kind_text("number")), json_format({"type": "number"}, {})])
+            value = choice([sequence([const_string(self._kind_text("string")), text]), other])
+        key: Format = {"type": "regex", "pattern": "[^\\s<>\"'=()&]{1,128}"}
+        end = const_string(f"{around}{self.value_end}{self.line}")
+        argument = sequence([const_string(begin), key, const_string(key_end), value, end])
+        return {"type": "star", "content": argument}
 
     def parser(self, schemas: Schemas) -> ToolCallParser:
         return _XMLCallParser(self, schemas)
@@ -67,15 +95,35 @@ class XMLFormat(ToolCallFormat):
         before = f"{self.line}{self.value_start}" if self.value_start else ""
         around = "\n" if self.trim_newlines else ""
         elements = {}
+        stop = self.value_stop or self.value_end
         for name, part in schema.get("properties", {}).items():
-            value = value_format(part, schema, self.value_end)
-            elements[name] = {
-                "type": "tag",
-                "begin": f"{begin}{name}{key_end}{before}{around}",
-                "content": value,
-                "end": f"{around}{self.value_end}{self.line}",
-            }
+            key = _escape(name) if self.escaped_keys else name
+            element: Format = {"type": "tag", "end": f"{around}{self.value_end}{self.line}"}
+            if not self.kinds:
+                begin_value = f"{begin}{key}{key_end}{before}{around}"
+                elements[name] = element | {"begin": begin_value, "content": value_format(part, schema, stop)}
+                continue
+            values = typed_formats(
+                part,
+                schema,
+                lambda found: string_format(found, stop),
+                lambda _, found, root=schema: json_format(found, root),  # type: ignore[misc]
+            )
+            alternatives = [
+                element | {"begin": f"{begin}{key}{key_end}{self._kind_text(kind)}", "content": value}
+                for kind, value in values
+            ]
+            elements[name] = {"type": "or", "elements": alternatives}
         return arguments_sequence(schema, elements, any_order=any_order)
+
+    def _kind_text(self, kind: str) -> str:
+        """Text of a JSON type."""
+        texts = dict(self.kinds)
+        return texts.get("number" if kind == "integer" else kind, self.kinds[-1][1])
+
+    def writes_string(self, text: str) -> bool:
+        """Check whether the text between a parameter's name and its value is that of a string."""
+        return text.split() == self._kind_text("string").split()
 
 
 class _XMLCallParser(ToolCallParser):
@@ -88,7 +136,8 @@ class _XMLCallParser(ToolCallParser):
         markers = (form.parameter[0], form.close, form.name_start, *form.start_markers, *form.end_markers)
         self._markers = [*dict.fromkeys(marker for marker in markers if marker)]
         """Markers that may follow within a call."""
-        self._key = self._value = ""
+        self._key = self._value = self._value_end = ""
+        """Name, text and end of the current value."""
         self._types: Types = None
         self._is_text = self._trim = False
 
@@ -96,6 +145,10 @@ class _XMLCallParser(ToolCallParser):
         """Read from the start marker to the end of the name."""
         form, ahead = self._form, self._held.lstrip()
         if self._marker != form.name_start:
+            if form.name_lead and ahead.startswith(form.name_lead):
+                ahead = ahead[len(form.name_lead) :].lstrip()
+            elif form.name_lead.startswith(ahead):
+                return self._wait_for_head(last)
             if not ahead.startswith(form.name_start):
                 return self._wait(ahead, last, form.name_start)
             ahead = ahead[len(form.name_start) :].lstrip()
@@ -139,15 +192,24 @@ class _XMLCallParser(ToolCallParser):
             return self._give_up_key()
         if not split.marker:
             return False
-        key, rest = split.before, split.rest.lstrip() if form.value_start else split.rest
+        key, rest, writes_string = split.before, split.rest.lstrip() if form.value_start else split.rest, False
+        if form.kinds:
+            at = rest.find(form.kind_end, 0, MAX_KIND_LENGTH)
+            if at < 0:
+                return self._give_up_key() if last or len(rest) > MAX_KIND_LENGTH else False
+            at += len(form.kind_end)
+            writes_string, rest = form.writes_string(rest[:at]), rest[at:]
         if not rest.startswith(form.value_start):
             return False if not last and form.value_start.startswith(rest) else self._give_up_key()
+        key = _unescape(key) if form.escaped_keys else key
         self._held, self._key, self._value = rest[len(form.value_start) :], key.strip(), ""
-        self._trim = form.trim_newlines
+        self._trim, self._value_end = form.trim_newlines, "" if form.cdata else form.value_end
         call = self.calls[-1]
         schema = self._schemas.get(call.name, {})
         properties = schema.get("properties")
         self._types = types_of(properties.get(self._key) if isinstance(properties, Mapping) else None, schema)
+        if writes_string and (self._types is None or "string" in self._types):
+            self._types = STRING
         self._is_text = self._types == STRING
         if self._is_text:
             self._add_key()
@@ -168,10 +230,12 @@ class _XMLCallParser(ToolCallParser):
             if not self._held and not last:
                 return False
             self._held, self._trim = self._held.removeprefix("\n"), False
-        split = split_at_marker(self._held, [self._form.value_end], last, space="")
+        if not self._value_end and not self._read_cdata_start(last):
+            return False
+        split = split_at_marker(self._held, [self._value_end], last, space="")
         chunk, self._held = split.before, split.rest
         if last and not split.marker:  # drop a truncated end marker
-            chunk = chunk[: len(chunk) - partial_match_length(chunk, self._form.value_end)]
+            chunk = chunk[: len(chunk) - partial_match_length(chunk, self._value_end)]
         if self._form.trim_newlines:
             if split.marker:
                 chunk = chunk.removesuffix("\n")
@@ -191,3 +255,22 @@ class _XMLCallParser(ToolCallParser):
             call.arguments += value
         self._step = self._read_parameters
         return True
+
+    def _read_cdata_start(self, last: bool) -> bool:
+        """Read ``<![CDATA[``, if present, and determine the end of the value. Returns False if more text is needed."""
+        if len(self._held) < len(CDATA_START) and CDATA_START.startswith(self._held):
+            if last:  # drop a truncated marker
+                self._held = ""
+            return False
+        is_cdata = self._held.startswith(CDATA_START)
+        self._held = self._held.removeprefix(CDATA_START)
+        self._value_end = f"{CDATA_END if is_cdata else ''}{self._form.value_end}"
+        return True
+
+
+def _escape(name: str) -> str:
+    return name.replace("&", "&amp;").replace('"', "&quot;")
+
+
+def _unescape(name: str) -> str:
+    return name.replace("&quot;", '"').replace("&amp;", "&")

@@ -63,8 +63,9 @@ class MessageHandler(ChatGeneration):
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
         output, completion = outputs[0], outputs[0].outputs[0]
         message = self.message(completion)
-        stop = stop_reason_of(completion, bool(message.tool_calls), self._max_tokens)
-        return encode(self._response(blocks_of(message), output, **stop))
+        is_cut = self.cuts_call(completion)
+        stop = stop_reason_of(completion, bool(message.tool_calls) and not is_cut, self._max_tokens)
+        return encode(self._response(blocks_of(message, is_cut), output, **stop))
 
     async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
         completion, events = output.outputs[0], b""
@@ -74,10 +75,12 @@ class MessageHandler(ChatGeneration):
             events += event("message_start", message=empty)
         events += self._blocks.add(self.delta(completion))
         if completion.finished:
-            called = self.cursors[completion.index].num_tool_calls > 0
+            is_cut = self.cuts_call(completion)
+            called = self.cursors[completion.index].num_tool_calls > 0 and not is_cut
             stop = stop_reason_of(completion, called, self._max_tokens)
             usage = msgspec.to_builtins(usage_of(output))
-            events += self._blocks.end() + event("message_delta", delta=stop, usage=usage)
+            is_incomplete = is_cut and self.message(completion).cut_call is not None
+            events += self._blocks.end(is_incomplete) + event("message_delta", delta=stop, usage=usage)
         return events
 
     def format_end(self) -> bytes:
@@ -123,9 +126,16 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     api.post("/v1/messages/count_tokens", count_tokens, summary, CountTokensRequest, answer=TokenCount)
 
 
-def blocks_of(message: Message) -> list[Document]:
-    """The content blocks of a complete message."""
-    return [_block(part) for part in message.parts]
+def blocks_of(message: Message, is_cut: bool = False) -> list[Document]:
+    """The content blocks of a complete message.
+
+    Args:
+        is_cut: the message was cut off within a tool call. Its block, without input, is marked as incomplete.
+    """
+    blocks = [_block(part) for part in message.parts]
+    if is_cut and message.cut_call:
+        blocks[-1]["incomplete"] = True
+    return blocks
 
 
 def _block(part: MessagePart) -> Document:
@@ -158,9 +168,10 @@ class ContentBlockStream:
                 events += self._delta(type="text_delta", text=part.text)
         return events
 
-    def end(self) -> bytes:
+    def end(self, is_incomplete: bool = False) -> bytes:
         """End the open content block; returns its stop event, or nothing if no block is open."""
-        ended = event("content_block_stop", index=self._index) if self._open else b""
+        fields = {"incomplete": True} if is_incomplete else {}
+        ended = event("content_block_stop", index=self._index, **fields) if self._open else b""
         self._open = ""
         return ended
 

@@ -25,7 +25,7 @@ from penstock.core.errors import invalid
 from penstock.frontend.fair_queue import FairQueue
 from penstock.serve.http.access import NO_CONTROL
 from penstock.serve.http.body_memory import UNCOUNTED_SIZE, Reservation
-from penstock.serve.http.middleware import REQUEST_ID, ApiKeys, Client
+from penstock.serve.http.middleware import REQUEST_ID, RESUMED_HEADER, ApiKeys, Client
 from penstock.serve.http.reply import CLIENT_DISCONNECTED
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.unexpected import unexpected
@@ -77,7 +77,8 @@ LONGEST_CALL = 86_400.0
 """Time limit in seconds for calls that are open when the message size limit is raised."""
 SERVER = ("server", f"penstock/{__version__}")
 """Trailing metadata of every response: the name and version of this server (``ServerMetadata`` returns ``triton``).
-Unknown fields of a request are also reported in the trailing metadata, under the name of the HTTP header."""
+Unknown fields of a request, and engines on which it has continued although their results may differ, are also reported
+in the trailing metadata, under the names of the HTTP headers."""
 
 
 class GrpcServer:
@@ -183,7 +184,7 @@ def unary(method: Method) -> Any:
             try:
                 return await method(self, request, record)
             finally:
-                context.set_trailing_metadata(_trailing(record.unknown))
+                context.set_trailing_metadata(_trailing(record))
 
     return called
 
@@ -292,6 +293,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
                             async for response in responses:
                                 await queue.put(pb.ModelStreamInferResponse(infer_response=response))
                         stream_record.unknown.join(record.unknown)
+                        stream_record.changed_engines |= record.changed_engines
                 except PenstockError as error:
                     failed = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
                     await queue.put(
@@ -335,7 +337,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
                 while (response := await queue.get()) is not None:
                     async with asyncio.timeout(patience):
                         await context.write(response)
-                context.set_trailing_metadata(_trailing(stream_record.unknown))
+                context.set_trailing_metadata(_trailing(stream_record))
             except TimeoutError as error:
                 raise PenstockError(Code.TIMEOUT, f"the client read nothing for {patience:g} seconds") from error
             finally:
@@ -543,8 +545,9 @@ def _model_of(request: Any) -> str:
     return getattr(request, "model_name", "") or getattr(request, "name", "")
 
 
-def _trailing(unknown: UnknownFields) -> tuple[tuple[str, str], ...]:
-    return (SERVER, (HEADER, names)) if (names := unknown.header) else (SERVER,)
+def _trailing(record: RequestRecord) -> tuple[tuple[str, str], ...]:
+    fields = (HEADER, record.unknown.header), (RESUMED_HEADER, "; ".join(record.changed_engines))
+    return (SERVER, *((name, value) for name, value in fields if value))
 
 
 def _succeeds(check: Callable[[], None]) -> bool:

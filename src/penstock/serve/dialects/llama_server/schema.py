@@ -31,6 +31,7 @@ UNSUPPORTED = unsupported(
         "top_n_sigma": (-1,),
         "t_max_predict_ms": (-1, 0),
         "lora": ([],),
+        "image_data": ([],),
         "response_fields": ([],),
         "post_sampling_probs": (False,),
         "return_progress": (False,),

@@ -80,6 +80,10 @@ class _OllamaHandler(GenerationHandler, ABC):
         """The tool calls of a finished chat, in Ollama's format."""
         return []
 
+    def reason(self, completion: CompletionOutput) -> str:
+        """Ollama's ``done_reason``."""
+        return completion.finish_reason or "stop"
+
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
         output = outputs[0]
         deltas = self.deltas(output.outputs[0])
@@ -88,7 +92,8 @@ class _OllamaHandler(GenerationHandler, ABC):
             "".join([delta.thinking for delta in deltas]),
             [token for delta in deltas for token in delta.logprobs or ()],
         )
-        return encode(finish(self._answer(full, self.calls(output.outputs[0])), output))
+        answer = self._answer(full, self.calls(output.outputs[0]))
+        return encode(finish(answer, output, self.reason(output.outputs[0])))
 
     async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
         completion = output.outputs[0]
@@ -96,7 +101,7 @@ class _OllamaHandler(GenerationHandler, ABC):
         if completion.finished:
             if calls := self.calls(completion):
                 lines.append(self._answer(Delta(), calls))
-            lines.append(finish(self._answer(Delta()), output))
+            lines.append(finish(self._answer(Delta()), output, self.reason(completion)))
         return b"".join([encode(line) + b"\n" for line in lines])
 
     def format_end(self) -> bytes:
@@ -125,8 +130,14 @@ class OllamaChatHandler(_OllamaHandler, ChatHandler):
             for chunk in self.delta_choices(completion)
         ]
 
+    def reason(self, completion: CompletionOutput) -> str:
+        return "length" if self.cuts_call(completion) else super().reason(completion)
+
     def calls(self, completion: CompletionOutput) -> list[dict[str, Any]]:
-        calls = self.message(completion).tool_calls if self.is_chat else []
+        message = self.message(completion)
+        calls = message.tool_calls if self.is_chat else []
+        if self.cuts_call(completion) and message.cut_call:
+            calls = calls[:-1]  # Ollama's arguments are objects, which cannot be incomplete
         return [
             {"function": {"index": i, "name": call.name, "arguments": _object(call.arguments)}}
             for i, call in enumerate(calls)
@@ -196,6 +207,9 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         fields = generate_fields(request, record.unknown)
         if not (request.raw or request.suffix):
             return reply_chat(service, record, request, fields, size, is_chat=False)
+        if request.images:
+            message = "images: cannot be combined with raw or suffix, which use no chat template: leave one of them out"
+            raise PenstockError(Code.UNSUPPORTED, message, "images")
         max_model_len = service.gateway.engine_pool.known_engine().max_model_len
         fields = {"max_tokens": max_model_len} | fields | {"model": models.name_of(request.model or "")}
         converted = convert(fields, CompletionRequest, record.unknown, "numbers")

@@ -154,10 +154,10 @@ def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-def finish(answer: Answer, output: RequestOutput) -> Answer:
+def finish(answer: Answer, output: RequestOutput, reason: str) -> Answer:
     """Set the fields of a full response or last line: finish reason, token counts and durations."""
     times, completion = output.times, output.outputs[0]
-    answer.done, answer.done_reason = True, completion.finish_reason or "stop"
+    answer.done, answer.done_reason = True, reason
     answer.prompt_eval_count = len(output.prompt_token_ids)
     answer.eval_count = len(completion.token_ids)
     first, last = times.first_token or times.arrived, times.last_token or times.arrived

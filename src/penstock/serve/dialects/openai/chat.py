@@ -109,6 +109,8 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
         if not deltas and (positions or (with_ids and new.token_ids)):
             deltas.append(ChatDelta())
         if completion.finished:
+            if self.cuts_call(completion) and self.message(completion).cut_call:
+                deltas.append(_incomplete(cursor.num_tool_calls - 1))
             deltas.append(ChatDelta())
         chunks = [ChunkChoice(index=completion.index, delta=delta) for delta in deltas]
         if positions:
@@ -130,6 +132,8 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
             message.reasoning = message.reasoning_content = parsed.reasoning_content
         if parsed.tool_calls:
             message.tool_calls = [_call(call) for call in parsed.tool_calls]
+            if self.cuts_call(completion) and parsed.cut_call:
+                message.tool_calls[-1].status = "incomplete"
         choice = ChatChoice(
             index=completion.index,
             message=message,
@@ -148,8 +152,9 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
         return choice
 
     def _reason(self, completion: CompletionOutput, called: bool) -> Reason:
-        """OpenAI's ``finish_reason``; after tool calls, ``tool_calls``, or ``stop`` if ``tool_choice`` names a tool."""
-        if completion.finish_reason == "stop":
+        """OpenAI's ``finish_reason``; after tool calls, ``tool_calls``, or ``stop`` if ``tool_choice`` names a tool;
+        ``length`` if a stop string cut off a call."""
+        if completion.finish_reason == "stop" and not self.cuts_call(completion):
             return "tool_calls" if called and not isinstance(self.request.tool_choice, NamedTool) else "stop"
         return "length"
 
@@ -197,6 +202,11 @@ def _call_delta(part: CallDelta) -> ToolCallDelta:
         return ToolCallDelta(index=part.index, function=FunctionDelta(arguments=part.arguments))
     function = FunctionDelta(name=part.name, arguments=part.arguments)
     return ToolCallDelta(index=part.index, id=part.id, type="function", function=function)
+
+
+def _incomplete(index: int) -> ChatDelta:
+    """Delta that marks a tool call as cut off."""
+    return ChatDelta(tool_calls=[ToolCallDelta(index=index, function=FunctionDelta(arguments=""), status="incomplete")])
 
 
 def _call(call: ToolCall) -> ResponseToolCall:

@@ -92,7 +92,8 @@ class CompletionHandler(ChoiceHandler):
         token_ids = await gateway.encode(prompt, request.add_special_tokens is not False, size)
         if request.truncate_prompt_tokens is None:
             return TokenizedPrompt(token_ids, text)
-        return TokenizedPrompt(truncate(token_ids, request, self.max_model_len - (self.sampling.max_tokens or 1)))
+        room = self.max_model_len - (self.sampling.max_tokens or 1)
+        return truncate(TokenizedPrompt(token_ids), request, room)
 
     def number(self, i: int, completion: CompletionOutput) -> int:
         """The choice index of a sequence of prompt ``i``."""

@@ -119,7 +119,7 @@ class PoolingHandler(GenerationHandler, ABC):
             if isinstance(prompt, Texts):
                 tokenized = await self.service.gateway.encode_texts(self._with_limit(prompt), size)
             else:
-                tokenized = TokenizedPrompt(truncate(prompt, self._request, self.max_model_len, "right"))
+                tokenized = truncate(TokenizedPrompt(prompt), self._request, self.max_model_len, "right")
             async with aclosing(self.generate(tokenized, index, pooling=self.pooling)) as outputs:
                 async for output in outputs:
                     yield output

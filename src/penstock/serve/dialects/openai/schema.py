@@ -232,6 +232,8 @@ class ResponseToolCall(msgspec.Struct, kw_only=True):
     id: str
     type: Literal["function"] = "function"
     function: ResponseFunctionCall
+    status: Literal["incomplete"] | UnsetType = UNSET
+    """The answer was cut off within the arguments."""
 
 
 class FunctionDelta(msgspec.Struct, kw_only=True):
@@ -246,6 +248,8 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
     id: str | UnsetType = UNSET
     type: Literal["function"] | UnsetType = UNSET
     function: FunctionDelta
+    status: Literal["incomplete"] | UnsetType = UNSET
+    """The answer was cut off within the arguments; in the last delta of the call."""
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):

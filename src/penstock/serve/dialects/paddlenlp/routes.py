@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 from msgspec import UNSET, UnsetType
@@ -16,7 +16,7 @@ from starlette.types import Scope
 
 from penstock.core import Code, FinishReason, PenstockError
 from penstock.core.errors import invalid
-from penstock.frontend.outputs import RequestOutput
+from penstock.frontend.outputs import CompletionOutput, RequestOutput
 from penstock.frontend.prompts import TokenizedPrompt
 from penstock.serve.chat.messages import messages_of
 from penstock.serve.chat.request import ChatRequest
@@ -78,8 +78,11 @@ class PaddleNLPHandler(GenerationHandler):
         record.log_fields["req_id"] = self._req_id
 
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
-        text, usage = outputs[0].outputs[0].text, self._usage(outputs[0])
-        return encode(FullResponse(req_id=self._req_id, tokens_all=text, result=text, usage=usage))
+        completion, usage = outputs[0].outputs[0], self._usage(outputs[0])
+        text, reason = completion.text, _reason(completion)
+        return encode(
+            FullResponse(req_id=self._req_id, tokens_all=text, result=text, finish_reason=reason, usage=usage)
+        )
 
     async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
         chunk = self.chunk(output)
@@ -99,6 +102,7 @@ class PaddleNLPHandler(GenerationHandler):
             token_ids=delta.token_ids[:-1] if completion.finish_reason == FinishReason.STOP else delta.token_ids,
             send_idx=self._num_chunks - 1,
             is_end=int(completion.finished),
+            finish_reason=_reason(completion),
             usage=self._usage(output) if completion.finished else UNSET,
         )
 
@@ -152,6 +156,10 @@ class PaddleNLPHandler(GenerationHandler):
             message = f"{count} input tokens and {max_dec_len} output tokens exceed the context length of {maximum}"
             raise invalid("max_tokens", message, maximum)
         return prompt
+
+
+def _reason(completion: CompletionOutput) -> Literal["length"] | UnsetType:
+    return "length" if completion.finish_reason == FinishReason.LENGTH else UNSET
 
 
 class PaddleNLP(SharedPathDialect):

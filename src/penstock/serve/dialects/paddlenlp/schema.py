@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -179,6 +179,8 @@ class StreamChunk(msgspec.Struct, kw_only=True):
     """Index of the chunk, from 0."""
     is_end: int
     """1 in the last chunk, otherwise 0."""
+    finish_reason: Literal["length"] | UnsetType = UNSET
+    """Set in the last chunk if the answer was cut off by the limit of tokens (PaddleNLP has no such field)."""
     error_msg: str = ""
     error_code: int = 0
     usage: Usage | UnsetType = UNSET
@@ -194,6 +196,8 @@ class FullResponse(msgspec.Struct, kw_only=True):
     result: str
     """Same as ``tokens_all``. PaddleNLP documents ``tokens_all``, but its server sends ``result``."""
     is_end: int = 1
+    finish_reason: Literal["length"] | UnsetType = UNSET
+    """As in ``StreamChunk``."""
     error_msg: str = ""
     error_code: int = 0
     usage: Usage | UnsetType = UNSET

@@ -2,26 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from penstock.core import Code, PenstockError
 from penstock.frontend.outputs import RequestOutput
 from penstock.serve.chat.generation import CallDelta, Delta
 from penstock.serve.http.reply import named_event
 from penstock.text import TextPart
 
 Item = dict[str, Any]
+DIFFERENT = (
+    "the process that computed the response has ended, and the engine that continues it computes other bits than the "
+    "stored part of the stream (other kernels or weights): send the request again"
+)
 
 
 class Events:
     """Encoder of server-sent events with consecutive sequence numbers, from 0."""
 
     def __init__(self) -> None:
-        self._number = -1
+        self.last = -1
+        """Sequence number of the last event."""
 
     def event(self, kind: str, **fields: Any) -> bytes:
-        self._number += 1
-        return named_event(kind, {"type": kind, "sequence_number": self._number, **fields})
+        self.last += 1
+        return named_event(kind, {"type": kind, "sequence_number": self.last, **fields})
+
+
+class EventLog(Events):
+    """Events of a streamed background response. They are the same in every process that computes the response: events
+    that an earlier process has stored are not added again.
+
+    Args:
+        stored: events that earlier processes have stored.
+    """
+
+    def __init__(self, stored: Sequence[bytes] = ()) -> None:
+        super().__init__()
+        self._stored = stored
+        self._new: list[bytes] = []
+        """Events that are not stored yet, up to ``last``."""
+        self.changed = asyncio.Event()
+        """Set when events are stored, and when this process will store no more. Replaced each time."""
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        data = super().event(kind, **fields)
+        if self.last >= len(self._stored):
+            self._new.append(data)
+        elif data != self._stored[self.last]:
+            raise PenstockError(Code.UNAVAILABLE, DIFFERENT)
+        return data
+
+    def end(self, kind: str, **fields: Any) -> None:
+        """Add a final event after all stored events."""
+        self.last = max(self.last, len(self._stored) - 1)
+        self.event(kind, **fields)
+
+    @property
+    def not_stored(self) -> tuple[int, bytes]:
+        """Sequence number of the last event, and the events that are not stored yet."""
+        return self.last, b"".join(self._new)
+
+    def mark_stored(self, last: int) -> None:
+        """Forget the events up to the sequence number ``last``, which are stored now, and wake the readers."""
+        del self._new[: len(self._new) - (self.last - last)]
+        self.wake_readers()
+
+    def wake_readers(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
 class OutputItemStream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from penstock.core import Failure
 from penstock.core.errors import invalid
+from penstock.core.numbers import read_decimal
 from penstock.serve.chat.prompt import ChatPrompt
 from penstock.serve.dialects.endpoints import DialectRoutes, tenant_of
 from penstock.serve.dialects.openai.schema import ErrorResponse, error_of
@@ -26,8 +28,9 @@ from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from . import conversations
+from .background import Background, with_seed
 from .convert import num_characters, read, to_chat_request
-from .events import Events
+from .events import EventLog, Events
 from .handler import ResponseHandler
 from .references import resolve_references
 from .schema import (
@@ -38,7 +41,7 @@ from .schema import (
     ResponsesRequest,
     conversation_of,
 )
-from .stored import Background, ResponseSaver, Stores, input_items, with_conversation
+from .stored import ResponseSaver, Stores, input_items, with_conversation
 
 if TYPE_CHECKING:  # this module imports optional dependencies
     from penstock.serve.storage.responses import ResponseStore
@@ -55,6 +58,8 @@ FIELD_NAMES = {
     "response_format": "text.format",
 }
 """Field name in chat requests → field name in Responses requests, for errors."""
+MAX_EVENTS = 2**31 - 1
+"""Maximum of the query parameter ``starting_after``."""
 MAX_LISTED = 100
 """Maximum number of input items in a page."""
 
@@ -92,10 +97,10 @@ class ResponsesRoutes:
         stores: storage of responses and conversations; None: nothing is stored.
     """
 
-    def __init__(self, served_models: ServedModels, stores: Stores | None) -> None:
+    def __init__(self, served_models: ServedModels, stores: Stores | None, background: Background | None) -> None:
         self._served_models = served_models
         self._stores = stores
-        self.background = Background()
+        self._background = background
 
     async def create(self, raw_request: Request) -> Response:
         record, events, stores = record_of(raw_request.scope), Events(), self._stores
@@ -107,6 +112,10 @@ class ResponsesRoutes:
         if stores and stored and (request.store or request.background):
             await stores.responses.check_room(record.tenant)
         full_request, size = await self._with_conversation(request, size, record)
+        log = EventLog()
+        if request.background:
+            full_request = with_seed(full_request)
+            events = log if request.stream else events
 
         def handle() -> tuple[int, ResponseHandler]:
             return 0, ResponseHandler(service, record, full_request, size, events, saver, stored)
@@ -114,11 +123,10 @@ class ResponsesRoutes:
         handler = await self._served_models.parse(record, size, handle)
         if not request.background:
             return Reply.of(service, handler, error_format, request.stream)
-        if request.stream:
-            raise invalid("stream", "cannot be combined with background; retrieve the response instead")
-        if saver is None or not stored:
+        if saver is None or not stored or self._background is None:
             raise invalid("background", "requires a stored response, but store is false; leave store out")
-        return Json(await self.background.start(service, handler, saver))
+        queued = await self._background.start(service, handler, saver, full_request, log)
+        return _stream(self._background, record.tenant, queued["id"]) if request.stream else Json(queued)
 
     async def count_input_tokens(self, raw_request: Request) -> Response:
         record = record_of(raw_request.scope)
@@ -189,10 +197,16 @@ class StoredRoutes:
         self._background = background
 
     async def retrieve(self, raw_request: Request) -> Response:
-        if raw_request.query_params.get("stream") == "true":
-            raise invalid("stream", "stored responses cannot be streamed; leave stream out")
-        stored = await self._store.get(tenant_of(raw_request), raw_request.path_params["name"])
-        return Json(stored)
+        owner, name, query = tenant_of(raw_request), raw_request.path_params["name"], raw_request.query_params
+        if query.get("stream") != "true":
+            return Json(await self._store.get(owner, name))
+        after = -1
+        if (given := query.get("starting_after")) is not None:
+            number = read_decimal(given, MAX_EVENTS)
+            if number is None:
+                raise invalid("starting_after", f"must be the sequence number of an event, is {given!r:.50}")
+            after = number
+        return _stream(self._background, owner, name, after)
 
     async def delete(self, raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
@@ -212,25 +226,42 @@ class StoredRoutes:
         return Json(page_document(found))
 
 
-def add_routes(routes: Routes, served_models: ServedModels, stores: Stores | None) -> None:
+class _Unlimited:
+    """Limiter of streams that only read stored responses."""
+
+    def admit(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _stream(background: Background, owner: str, name: str, after: int = -1) -> Reply:
+    """Stream the events of a background response with sequence numbers above ``after``."""
+    error_format = ResponsesErrorFormat({}, Events())
+    return Reply(_Unlimited(), background.follow(owner, name, after), error_format, streamed=True)
+
+
+def add_routes(
+    routes: Routes, served_models: ServedModels, stores: Stores | None, background: Background | None
+) -> None:
     """Add the routes of OpenAI's Responses and Conversations APIs.
 
     Args:
         stores: storage of responses and conversations; None: nothing is stored.
+        background: computes responses in the background; None without ``stores``.
     """
     routes.error_formats.add(ERROR_FORMAT, "/v1/responses")
     failure = reference(ErrorResponse)
     api = DialectRoutes(routes, served_models, schemas=SCHEMAS, prefix=SCHEMA_PREFIX, failure=failure)
-    endpoints = ResponsesRoutes(served_models, stores)
+    endpoints = ResponsesRoutes(served_models, stores, background)
     access, path = Access.PRIVATE if stores else Access.INFERENCE, "/v1/responses"
     api.post(path, endpoints.create, "Create a response", ResponsesRequest, access=access, streamed=True)
     summary = "Count the input tokens of a response"
     api.post(f"{path}/input_tokens", endpoints.count_input_tokens, summary, CountTokensRequest, access=access)
-    if stores is None:
+    if stores is None or background is None:
         return
     conversations.add_routes(api, stores)
-    stored, add = StoredRoutes(stores.responses, endpoints.background), partial(api.add, access=Access.PRIVATE)
-    add("/v1/responses/{name}", stored.retrieve, "Retrieve a stored response")
+    stored, add = StoredRoutes(stores.responses, background), partial(api.add, access=Access.PRIVATE)
+    query = ("stream", "starting_after")
+    add("/v1/responses/{name}", stored.retrieve, "Retrieve a stored response", streamed=True, query=query)
     add("/v1/responses/{name}", stored.delete, "Delete a stored response", method="DELETE")
     add("/v1/responses/{name}/cancel", stored.cancel, "Cancel a background response", method="POST")
     add("/v1/responses/{name}/input_items", stored.list_input, "List the input items of a stored response")

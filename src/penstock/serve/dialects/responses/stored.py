@@ -1,4 +1,4 @@
-"""Storage of responses and conversations, and computation of responses in the background."""
+"""Storage of responses and conversations."""
 
 from __future__ import annotations
 
@@ -10,21 +10,16 @@ from uuid import uuid4
 
 import msgspec
 
-from penstock.core import Failure, PenstockError
+from penstock.core import PenstockError
 from penstock.core.errors import invalid
-from penstock.engine.service.client import STOPPING
-from penstock.serve.http.reply import RequestLimiter
-from penstock.serve.http.unexpected import unexpected
 
-from .handler import Document, ResponseHandler
+from .handler import Document
 from .schema import CountTokensRequest, Item, conversation_of
 
 if TYPE_CHECKING:  # these modules import optional dependencies
     from penstock.serve.storage.conversations import ConversationStore
     from penstock.serve.storage.responses import ResponseStore
 
-BEAT_INTERVAL = 2.0
-"""Seconds between heartbeats of a background response."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=CountTokensRequest)
 
@@ -118,10 +113,11 @@ class ResponseSaver:
             return False
         return True
 
-    async def add(self, document: Document) -> None:
+    async def add(self, document: Document, worker: str | None = None, request: Document | None = None) -> None:
+        """Store a response; arguments and errors as ``ResponseStore.add``."""
         name = document["id"].removeprefix("resp_")
         items = [item | {"id": f"in_{name}_{i}"} for i, item in enumerate(self._items)]
-        await self.store.add(self.owner, document, items)
+        await self.store.add(self.owner, document, items, worker, request)
 
     async def extend(self, document: Document) -> None:
         """Add the input of the request and the output of a response to the conversation, if there is one."""
@@ -132,70 +128,6 @@ class ResponseSaver:
             await self._conversations.append(self.owner, self._conversation, items)
         except PenstockError as error:
             logger.warning("cannot add the response %s to its conversation: %s", document["id"], error)
-
-
-class Background:
-    """The responses that this API process computes in the background."""
-
-    def __init__(self) -> None:
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-
-    async def start(self, service: RequestLimiter, handler: ResponseHandler, saver: ResponseSaver) -> Document:
-        """Store a response with the status ``queued``, and start computing it; returns the queued response."""
-        queued = handler.pending("queued")
-        await saver.add(queued)
-        name = queued["id"]
-        self._tasks[name] = asyncio.create_task(self._run(name, service, handler, saver))
-        self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name, None))
-        return queued
-
-    def cancel(self, name: str) -> None:
-        """Stop computing a response in this process. Other processes check for cancellation every ``BEAT_INTERVAL``."""
-        if task := self._tasks.get(name):
-            task.cancel()
-
-    async def _run(self, name: str, service: RequestLimiter, handler: ResponseHandler, saver: ResponseSaver) -> None:
-        store, owner = saver.store, saver.owner
-
-        async def compute() -> None:
-            with service.admit():
-                if await store.advance(owner, handler.pending("in_progress")):
-                    document = await handler.computed()
-                    if await store.advance(owner, document):
-                        await saver.extend(document)
-
-        work = asyncio.create_task(compute())
-        try:
-            while not work.done():
-                await asyncio.wait([work], timeout=BEAT_INTERVAL)
-                if not work.done() and not await _is_wanted(store, owner, name):
-                    return
-            await work
-        except PenstockError as error:
-            await self._fail(handler, saver, error.failure)
-        except asyncio.CancelledError:  # the server is stopping, or the response was cancelled or deleted
-            await self._fail(handler, saver, STOPPING)
-        except Exception as error:
-            await self._fail(handler, saver, unexpected(error))
-        finally:
-            work.cancel()
-
-    async def _fail(self, handler: ResponseHandler, saver: ResponseSaver, failure: Failure) -> None:
-        """Store the response as failed, unless it was cancelled or deleted."""
-        document = handler.failed(failure)
-        try:
-            await saver.store.advance(saver.owner, document)
-        except PenstockError as error:
-            message = "cannot store that the background response %s has failed (%s): %s"
-            logger.error(message, document["id"], failure.message, error)
-
-
-async def _is_wanted(store: ResponseStore, owner: str, name: str) -> bool:
-    try:
-        return await store.beat(owner, name)
-    except PenstockError as error:  # the database may recover
-        logger.warning("cannot store the heartbeat of the background response %s, continuing: %s", name, error)
-        return True
 
 
 def conversation_items(items: list[Document]) -> list[Document]:

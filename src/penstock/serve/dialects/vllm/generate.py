@@ -6,9 +6,10 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, ClassVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from penstock.core import Code, Failure, PenstockError, SamplingParams
+from penstock.core import Code, Failure, FinishReason, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.frontend.outputs import RequestOutput
 from penstock.frontend.prompts import TokenizedPrompt
@@ -50,6 +51,9 @@ class GenerateResponse(msgspec.Struct):
 
     text: list[str]
     """Prompt followed by the output so far, for each sequence."""
+    finish_reason: list[str | None] | UnsetType = UNSET
+    """Reason for each sequence; set in the last object if a sequence was cut off by the limit of tokens (vLLM has no
+    such field)."""
 
 
 class GenerateErrorFormat(ErrorFormat):
@@ -128,7 +132,7 @@ class GenerateHandler(GenerationHandler):
         prompt = TokenizedPrompt(await self.service.gateway.encode(request.prompt), request.prompt)
         if request.truncate_prompt_tokens is not None:
             maximum = self.max_model_len - (self.sampling.max_tokens or 1)
-            prompt = TokenizedPrompt(truncate(prompt.token_ids, request, maximum))
+            prompt = truncate(TokenizedPrompt(prompt.token_ids), request, maximum)
         return self.generate(prompt)
 
     async def format_full(self, outputs: list[RequestOutput]) -> bytes:
@@ -140,11 +144,20 @@ class GenerateHandler(GenerationHandler):
         texts = [completion.text for completion in output.outputs]
         size = sum(map(len, texts)) + len(texts) * len(self._request.prompt)
         is_slowed = self._sent > FULL_RATE_BYTES and not output.finished
-        if texts == self._texts or (is_slowed and size < self._size * MIN_GROWTH):
+        is_cut = output.finished and _is_cut(output)
+        if (texts == self._texts and not is_cut) or (is_slowed and size < self._size * MIN_GROWTH):
             return b""
         chunk = encode(self._response(output)) + self._end
         self._texts, self._size, self._sent = texts, size, self._sent + len(chunk)
         return chunk
 
     def _response(self, output: RequestOutput) -> GenerateResponse:
-        return GenerateResponse([self._request.prompt + completion.text for completion in output.outputs])
+        answer = GenerateResponse([self._request.prompt + completion.text for completion in output.outputs])
+        if output.finished and _is_cut(output):
+            answer.finish_reason = [completion.finish_reason for completion in output.outputs]
+        return answer
+
+
+def _is_cut(output: RequestOutput) -> bool:
+    """True if a sequence was cut off by the limit of tokens."""
+    return any(completion.finish_reason == FinishReason.LENGTH for completion in output.outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -17,15 +18,13 @@ from penstock.serve.http.reply import encode
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.status import STATUS
 from penstock.serve.http.unknown_fields import UnknownFieldLog, UnknownFields
-from penstock.serve.models.served_models import ServedModel
+from penstock.serve.models.served_models import ServedModel, when_loaded
 
 TRIES = 3
 """Number of engine crashes after which a request is not retried, as the request may have caused the crashes."""
 
 RETRY_INTERVAL = 1.0
 """Maximum time in seconds until a line is retried that was refused because too many requests were open."""
-LOAD_INTERVAL = 0.5
-"""Seconds between checks for a model that is being loaded."""
 
 Record = Callable[[str | None, BatchResponse | None, BatchError | None], None]
 
@@ -99,7 +98,7 @@ class Work:
             record = RequestRecord(request_id, tenant=self._tenant)
             engines: set[int] = set()
             try:
-                service = await self._served(line)
+                service = await when_loaded(partial(self._find, line))
                 engines = _engines(service)
                 record.unknown = UnknownFields(service.options.strict_requests)
                 status, body = await self._answer(service, record, line)
@@ -142,16 +141,6 @@ class Work:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_INTERVAL):
                     await self._one_ended.wait()
-
-    async def _served(self, line: BatchLine) -> ServedModel:
-        """Wait until the model of a line is loaded. Raises ``PenstockError`` if the model is not served."""
-        while True:
-            try:
-                return self._find(line)
-            except PenstockError as error:
-                if error.failure.code is not Code.UNAVAILABLE:
-                    raise
-            await asyncio.sleep(LOAD_INTERVAL)
 
     async def _engine_restarted(self, service: ServedModel) -> bool:
         """Wait until the engine is ready; returns False if it has stopped (``watch``)."""
