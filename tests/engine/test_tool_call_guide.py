@@ -22,8 +22,9 @@ from penstock.frontend.chat_renderer import ResponseFormats
 from penstock.frontend.outputs import RequestOutput
 from penstock.frontend.tool_calls import ToolFunction, constrain_tool_calls
 from penstock.text import ToolCallFormat
-from penstock.text.tool_calls.formats import PYTHONIC, QWEN3_CODER
+from penstock.text.tool_calls.formats import PYTHONIC
 from penstock.text.tool_calls.json_formats import HARMONY, HERMES, LLAMA3_JSON
+from penstock.text.tool_calls.xml_formats import QWEN3_CODER
 
 FORMS = [HERMES, LLAMA3_JSON, PYTHONIC, QWEN3_CODER, HARMONY]
 TOOLS = [ToolFunction(name, schema) for name, schema in zip(NAMES, SCHEMAS, strict=False)]
