@@ -8,10 +8,9 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -167,20 +166,40 @@ class GrammarCompiler:
         def resolved(replaced: Collection[str]) -> GuidedDecodingParams:
             return msgspec.structs.replace(params, structural_tag=resolve_fallbacks(tag, replaced))
 
-        with suppress(PenstockError):
-            return self._compile_whole(resolved(()), future, timeout)
-        failed = []
+        failures: dict[str, str] = {}
+        for _ in range(2):
+            try:
+                return self._compile_whole(resolved(()), future, timeout)
+            except PenstockError as error:
+                failure = error.failure
+            failures = failures or self._failing_parts(params, parts, future, timeout)
+            if failures:
+                break  # otherwise the process may have been killed, or the whole exceeds its limits
+        for name, message in failures.items():
+            logger.info("the arguments of the tool %s are not constrained: %s", name, message)
+        if not failures:
+            logger.warning("the arguments of %d tools are not constrained: %s", len(parts), failure.message)
+        failed = list(failures or parts)
+        grammar = self._compile_named(resolved(failed), future, timeout)
+        grammar.lowered_tools = tuple(failed)
+        return grammar
+
+    def _failing_parts(
+        self,
+        params: GuidedDecodingParams,
+        parts: Mapping[str, Any],
+        future: Future[Grammar],
+        timeout: float | None,
+    ) -> dict[str, str]:
+        """Error messages of the formats in ``parts`` that cannot be compiled, by name."""
+        failures = {}
         for name, part in parts.items():
             try:
                 alone = msgspec.structs.replace(params, structural_tag={"format": part})
                 self._compile_whole(alone, future, timeout)
             except PenstockError as error:
-                logger.info("the arguments of the tool %s are not constrained: %s", name, error.failure.message)
-                failed.append(name)
-        failed = failed or list(parts)
-        grammar = self._compile_named(resolved(failed), future, timeout)
-        grammar.lowered_tools = tuple(failed)
-        return grammar
+                failures[name] = error.failure.message
+        return failures
 
     def _compile_named(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> Grammar:
         """Compile a constraint. If a schema in a structural tag is invalid, the error quotes the text before it."""
