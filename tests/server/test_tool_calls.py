@@ -80,6 +80,8 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[dict[str
         document = response.json()
         if response.status_code != 200:
             return document, "error"
+        if HEADER in response.headers:
+            return {"error": {"message": f"{HEADER}: {response.headers[HEADER]}"}}, "error"
         choice = document["choices"][0]
         return choice["message"], choice["finish_reason"]
     message: dict[str, Any] = {"content": "", "tool_calls": []}
@@ -87,6 +89,8 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[dict[str
     async with client.stream("POST", CHAT, json=body) as response:
         if response.status_code != 200:
             return json.loads(await response.aread()), "error"
+        if HEADER in response.headers:
+            return {"error": {"message": f"{HEADER}: {response.headers[HEADER]}"}}, "error"
         for line in (await response.aread()).decode().split("\n"):
             if not line.startswith("data: {"):
                 continue
