@@ -40,6 +40,7 @@ thorough: .venv/tools executors exactness fuzz
 	PENSTOCK_SCHEMA_EXAMPLES=100 $(BIN)/python -m pytest tests/server/test_server_schema.py
 	PENSTOCK_STREAMS=400 $(BIN)/python -m pytest tests/server/test_server.py
 	PENSTOCK_RESUMED_ANSWERS=1080 $(BIN)/python -m pytest -s tests/server/test_resumed_answers.py
+	PENSTOCK_BROKEN_CALLS=20160 $(BIN)/python -m pytest -m "" tests/server/test_tool_calls.py
 	PENSTOCK_STREAM_PARTS=300 $(BIN)/python -m pytest tests/dialects/test_stream_parts.py
 	PENSTOCK_SPECULATION_QUESTIONS=5 $(BIN)/python -m pytest tests/engine/test_speculation.py
 	PENSTOCK_KSERVE_EXAMPLES=1000 $(BIN)/python -m pytest tests/dialects/test_kserve.py

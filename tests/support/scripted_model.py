@@ -2,7 +2,7 @@
 
 The checkpoint tests how clients handle replies, especially tool calls, which a model with random weights does not
 generate. The output of its layer is zero, so the next token depends only on the last token. The chunks of each reply
-are added tokens that form a chain. The chat template ends the prompt with the first token of a chain, chosen by the
+are tokens that form a chain. The chat template ends the prompt with the first token of a chain, chosen by the
 number of tool results since the last user message, plus the template's variable ``first_reply``.
 """
 
@@ -13,9 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
-from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from penstock import demo
 
@@ -58,15 +59,28 @@ def scripted_model(folder: Path, *replies: str, max_model_len: int = 1 << 18) ->
         replies: replies in ASCII: the first to a user message, the next ones to tool results, the last to all further
             tool results.
     """
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo.CHAT)
-    end = int(tokenizer.eos_token_id)
-    seen: set[str] = set(tokenizer.get_vocab())
+    built_in = PreTrainedTokenizerFast.from_pretrained(demo.CHAT)
+    content = json.loads(built_in.backend_tokenizer.to_str())
+    vocabulary: dict[str, int] = content["model"]["vocab"]
+    seen, letters = set(built_in.get_vocab()), bytes_to_unicode()
     chains: list[list[int]] = []
-    for number, reply in enumerate(replies):
-        chain = [f"<|reply_{number}|>", *_chunks(reply, seen)]
-        tokenizer.add_tokens([AddedToken(chain[0], special=True, normalized=False)])
-        tokenizer.add_tokens([AddedToken(chunk, normalized=False) for chunk in chain[1:]])
-        chains.append([*tokenizer.convert_tokens_to_ids(chain), end])
+    for reply in replies:
+        chains.append([])
+        for chunk in _chunks(reply, seen):
+            chains[-1].append(len(vocabulary))
+            vocabulary["".join(letters[byte] for byte in chunk.encode())] = len(vocabulary)
+    # A grammar would not accept a marker in pieces if it were an added token.
+    added = [token for token in content["added_tokens"] if "tool_call" not in token["content"]]
+    starts = [{**added[0], "content": f"<|reply_{number}|>"} for number in range(len(replies))]
+    content["added_tokens"] = [{**token, "id": len(vocabulary) + i} for i, token in enumerate([*added, *starts])]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(content)),
+        eos_token=built_in.eos_token,
+        pad_token=built_in.pad_token,
+    )
+    end = int(tokenizer.eos_token_id)
+    for number, chain in enumerate(chains):
+        chain[:] = [int(tokenizer.convert_tokens_to_ids(f"<|reply_{number}|>")), *chain, end]
     tokenizer.chat_template = TEMPLATE.replace("LAST", str(len(replies) - 1))
 
     followers = [pair for chain in chains for pair in pairwise(chain)]
@@ -92,9 +106,9 @@ def scripted_model(folder: Path, *replies: str, max_model_len: int = 1 << 18) ->
             weight.zero_()
         embedding[:, 0] = 1
         head[end, 0] = 1
-        for direction, (token, following) in enumerate(followers, 1):
+        for direction, (token, next_token) in enumerate(followers, 1):
             embedding[token] = 0
-            embedding[token, direction] = head[following, direction] = 1
+            embedding[token, direction] = head[next_token, direction] = 1
         head *= 8
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -114,6 +114,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     """Format of the model's tool calls; auto: detected from the chat template; generic: described in the system message
     instead, for models whose chat template has no tools."""
+    tool_strictness: Literal["off", "function", "schema"] = "schema"
+    """Constraint on tool calls that the model decides to make: off: none; function: names of the request's tools, and
+    arguments in valid JSON; schema: arguments that follow the tools' schemas."""
     reasoning_parser: Literal[
         "auto",
         "none",

@@ -7,3 +7,4 @@ from .outputs import FinishReason, Logprob, PerfMetrics, TokenDelta
 from .pooling import PoolingParams
 from .requests import EngineRequest, GeneratedSequence, ReasoningSpan
 from .sampling import SamplingParams
+from .tool_calls import MessageHeader, ToolCallParams

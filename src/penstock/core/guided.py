@@ -12,8 +12,10 @@ from .json_schema import drop_annotations
 
 MAX_CHARACTERS = 65_536
 """Maximum characters of a schema, regular expression or grammar."""
-MAX_TEXT = 4 * MAX_CHARACTERS
-"""Maximum characters of a schema including insignificant whitespace; a longer text is not parsed."""
+WHITESPACE_FACTOR = 4
+"""Maximum ratio of a schema's characters with and without insignificant whitespace; a longer text is not parsed."""
+MAX_TOOL_CHARACTERS = 2**22
+"""Maximum characters of the schemas of all tools of a request."""
 MAX_CHOICES = 4096
 """Maximum number of entries of ``choice``."""
 LLGUIDANCE_OPTIONS = {"lenient": False, "json_allowed_escapes": '"\\bfnrt'}
@@ -62,11 +64,15 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
     """A regular expression for the whitespace between JSON tokens."""
     source_field: str = ""
     """Name of the request's field in error messages; empty: ``guided_…``."""
+    has_tools: bool = False
+    """The structural tag contains tool calls."""
 
     def __post_init__(self) -> None:
+        limit = MAX_TOOL_CHARACTERS if self.has_tools else MAX_CHARACTERS
         for name, field in (("json", "guided_json"), ("structural_tag", "structural_tag")):
-            if (value := getattr(self, name)) is not None:
-                text = schema_to_json(self.source_field or field, value, is_schema=name == "json")
+            value = getattr(self, name)
+            if value is not None and not (self.has_tools and isinstance(value, str)):  # decoded: checked already
+                text = schema_to_json(self.source_field or field, value, name == "json", limit)
                 msgspec.structs.force_setattr(self, name, text)
         given = self._given
         if len(given) != 1:
@@ -89,8 +95,8 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
             raise invalid("guided_whitespace_pattern", "cannot be combined with disable_any_whitespace")
         if (self.disable_any_whitespace or self.whitespace_pattern is not None) and given[0] not in JSON_CONSTRAINTS:
             raise invalid("guided_whitespace_pattern", f"requires a JSON constraint, not {given[0]}")
-        if (length := self.characters) > MAX_CHARACTERS:
-            raise invalid(self.field, f"must have at most {MAX_CHARACTERS} characters, has {length}", MAX_CHARACTERS)
+        if (length := self.characters) > limit:
+            raise invalid(self.field, f"must have at most {limit} characters, has {length}", limit)
 
     @property
     def field(self) -> str:
@@ -146,13 +152,14 @@ def disallow_additional_properties(schema: Any, strict: bool = False) -> Any:
     return result
 
 
-def schema_to_json(field: str, schema: Any, is_schema: bool = True) -> str:
+def schema_to_json(field: str, schema: Any, is_schema: bool = True, limit: int = MAX_CHARACTERS) -> str:
     """Encode a schema as JSON text, with integral numbers as integers.
 
     Args:
         field: name of the request's field, for errors.
         schema: a JSON object, its text, or a pydantic model.
         is_schema: remove annotations (``drop_annotations``); False for a structural tag, which contains schemas.
+        limit: maximum number of characters without insignificant whitespace.
 
     Raises ``PenstockError``: ``invalid`` for any other value, ``unsupported`` for a schema that ``check_schema``
     rejects.
@@ -161,9 +168,8 @@ def schema_to_json(field: str, schema: Any, is_schema: bool = True) -> str:
         schema = schema.model_json_schema()
     try:
         given = schema if isinstance(schema, str) else json.dumps(schema)
-        if len(given) > MAX_TEXT:
-            message = f"must have at most {MAX_CHARACTERS} characters, has {len(given)}"
-            raise invalid(field, message, MAX_CHARACTERS)
+        if len(given) > WHITESPACE_FACTOR * limit:
+            raise invalid(field, f"must have at most {limit} characters, has {len(given)}", limit)
         parsed = json.loads(given, parse_float=_integer_or_float)
     except (ValueError, TypeError, RecursionError) as error:
         raise invalid(field, f"is not JSON: {error}") from error

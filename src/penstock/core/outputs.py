@@ -71,3 +71,6 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Set if the request has ``return_perf_metrics``."""
     failure: Failure | None = None
     """Error that ended the sequence; None without an error."""
+    lowered_tools: tuple[str, ...] = ()
+    """Names of the tools whose schemas the grammar cannot express, so that their arguments are any JSON; ``*``: calls
+    are not constrained. Only with the first output token."""

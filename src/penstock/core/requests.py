@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -77,6 +78,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Cached prefixes are shared only among requests with the same salt."""
     reasoning: ReasoningSpan | None = None
     """Reasoning before the answer; set if guided decoding must not constrain it, or if its length is limited."""
+    stage: Literal["before", "within", "after"] = "after"
+    """Position of the output's beginning relative to the reasoning (``ToolCallParams.reasoning``)."""
     log_id: str = ""
     """Id of the request in the logs of server and engine; empty: ``request_id``."""
     prefill: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ import msgspec
 
 from .errors import invalid
 from .guided import GuidedDecodingParams
+from .tool_calls import ToolCallParams
 
 MAX_LOGPROBS = 20
 """Maximum of ``logprobs`` and ``prompt_logprobs``."""
@@ -24,6 +25,10 @@ MAX_ENTRIES = {
 """Maximum number of entries of a field that is checked in every step."""
 EXCLUSIVE = {
     "guided_decoding": ("allowed_token_ids", "bad_words", "bad_word_ids", "min_tokens", "ignore_eos"),
+    "tool_calls": (
+        *("allowed_token_ids", "bad_words", "bad_word_ids", "min_tokens", "ignore_eos"),
+        *("guided_decoding", "use_beam_search"),
+    ),
     "reasoning_max_tokens": ("allowed_token_ids", "bad_words", "bad_word_ids"),
     "response_max_tokens": ("use_beam_search",),
     "use_beam_search": ("temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "return_generation_logits"),
@@ -101,6 +106,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tokens that may be generated; None: all."""
     guided_decoding: GuidedDecodingParams | None = None
     """Constraint on the output."""
+    tool_calls: ToolCallParams | None = None
+    """Constraint on the tool calls in the output, which may also be text."""
 
     logprobs: int | None = None
     """Number of most likely alternatives to return with the logprob of each generated token; None: no logprobs."""
@@ -173,7 +180,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for field, excluded in EXCLUSIVE.items():
             if getattr(self, field) not in (None, False):
                 for other in excluded:
-                    if self._has_effect(other):
+                    if self.has_effect(other):
                         raise invalid(other, f"cannot be combined with {field}")
         self._check_beam_search()
 
@@ -202,7 +209,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             message = f"must have at most {limit} entries with {self.num_sequences} beams, has {count}"
             raise invalid("stop_token_ids", message, limit)
 
-    def _has_effect(self, field: str) -> bool:
+    def has_effect(self, field: str) -> bool:
         """True if the option's value changes the output (``NO_EFFECT``)."""
         return getattr(self, field) not in NO_EFFECT.get(field, (None, (), 0, False))
 

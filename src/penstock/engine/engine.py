@@ -282,6 +282,8 @@ class Engine:
         self.scheduler.admission.validate_and_clamp(request)
         if constraint := self._constraint(request):
             self._grammar_compiler.compile(constraint).result()
+        if calls := request.sampling.tool_calls:
+            self._grammar_compiler.compile(calls).result()
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ``PenstockError``: ``invalid`` or ``unsupported`` if it can never run,
@@ -298,6 +300,8 @@ class Engine:
             required = []
             if constraint:
                 required.append(Prerequisite(self._grammar_compiler.compile(constraint), _set_guide, True))
+            if calls := request.sampling.tool_calls:
+                required.append(Prerequisite(self._grammar_compiler.compile(calls), _set_guide, True))
             if self.kv_connector and (imported := self.kv_connector.imports.prerequisite(request, adapter)):
                 required.append(imported)
             elif reading := self.scheduler.kv.read_prefix(request):
@@ -449,7 +453,7 @@ class Engine:
                 add_drafts(step, plan)
             if self.kv_connector:
                 self.kv_connector.exports.before_step(plan, step)
-            guides = [(one.guide, item.draft) for item in plan.scheduled for one in item.sampling_sequences]
+            guides = [(one.active_guide, item.draft) for item in plan.scheduled for one in item.sampling_sequences]
             grammar_bitmask = self._bitmasks.submit(guides) if any([guide for guide, _ in guides]) else None
             step.has_grammar_bitmask = grammar_bitmask is not None
             self._executor.submit(step, grammar_bitmask)
@@ -555,6 +559,7 @@ class Engine:
 def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
     """Constrain a sequence by its compiled grammar."""
     sequence.set_guide(make_guide(sequence.request, grammar))
+    sequence.lowered_tools = grammar.lowered_tools
 
 
 def _tree_blocks(speculative: SpeculativeConfig | None, options: EngineOptions, blocks: int) -> int:

@@ -241,6 +241,8 @@ class AsyncLLM:
         size = sum(len(str(message.get("content"))) for message in messages)
         variables = {"tools": tools, **(chat_template_kwargs or {})}
         prompt = await self.gateway.chat_prompt(messages, size, variables, allow_tool_calls=bool(tools))
+        if tools:
+            sampling_params = self._input_processor.constrain_tool_calls(sampling_params, tools)
         async with aclosing(self.generate(prompt, sampling_params, **options)) as outputs:
             async for output in outputs:
                 yield output

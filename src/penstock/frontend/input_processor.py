@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -34,6 +34,7 @@ from .multimodal.python import python_sources
 from .output_processor import OutputProcessor
 from .pooling_config import PoolerConfig, read_pooler
 from .prompts import Messages, Prompt, TokenizedPrompt
+from .tool_calls import ToolFunction, ToolStrictness, constrain_tool_calls, with_constrained_calls
 
 if TYPE_CHECKING:  # the module imports NumPy
     from .speech.processor import SpeechProcessor
@@ -46,6 +47,13 @@ LOGPROB_FIELDS = ("logprobs", "prompt_logprobs", "return_context_logits", "retur
 """Fields that request logprobs or logits; rejected with ``enable_logprob`` false."""
 REASONING_LIMITS = ("reasoning_max_tokens", "response_max_tokens")
 """Fields that limit the number of tokens of the reasoning, and of the answer after it."""
+
+STAGES: dict[ReasoningStage, Literal["before", "within", "after"]] = {
+    ReasoningStage.BEFORE: "before",
+    ReasoningStage.WITHIN: "within",
+    ReasoningStage.AFTER: "after",
+}
+"""``EngineRequest.stage`` by stage of the parser."""
 
 
 class InputProcessor:
@@ -105,6 +113,27 @@ class InputProcessor:
     def allows_logprobs(self) -> bool:
         """True if requests may set ``logprobs`` (server option ``enable_logprob``)."""
         return self._options.enable_logprob
+
+    @property
+    def tool_strictness(self) -> ToolStrictness:
+        """Constraint on the model's tool calls (server option ``tool_strictness``)."""
+        return self._options.tool_strictness
+
+    def constrain_tool_calls(
+        self, sampling: SamplingParams | None, tools: Sequence[Mapping[str, Any]]
+    ) -> SamplingParams:
+        """Constrain the tool calls of a chat of the Python interface (option ``tool_strictness``).
+
+        Args:
+            tools: tools in OpenAI's format; tools in another form, which only the chat template reads, are not
+                constrained.
+        """
+        sampling = sampling or self.default_sampling
+        try:
+            functions = msgspec.convert([tool["function"] for tool in tools], list[ToolFunction])
+        except (msgspec.ValidationError, KeyError, TypeError):
+            return sampling
+        return constrain_tool_calls(sampling, functions, self.chats.response_formats(), self.tool_strictness).sampling
 
     def check_chats(self) -> None:
         """Raise ``PenstockError`` (``unsupported``) if the model does not support chats."""
@@ -212,6 +241,10 @@ class InputProcessor:
         internal_logprobs = sampling.num_returned > sampling.n and sampling.logprobs is None
         if internal_logprobs:
             sampling = sampling.replace(logprobs=0)  # best_of ranks sequences by their logprobs
+        parser_config, stage = prompt.parser_config, STAGES[ReasoningStage.AFTER]
+        if sampling.tool_calls and parser_config:
+            stage = STAGES[parser_config.stage]
+            parser_config = with_constrained_calls(parser_config, sampling.tool_calls)
         reasoning_span = self._reasoning_span(sampling, prompt.parser_config)
         if reasoning_span is None and (limit := sampling.response_max_tokens) is not None:
             sampling = sampling.replace(max_tokens=min(limit, sampling.max_tokens or limit))
@@ -222,6 +255,7 @@ class InputProcessor:
             eos_token_ids=self._defaults.eos_token_ids,
             pooling=pooling,
             reasoning=reasoning_span,
+            stage=stage,
             second_text=prompt.second_text,
             images=prompt.images,
             audio=prompt.audio,
@@ -231,7 +265,7 @@ class InputProcessor:
             _checked(request) if self._check_types else request,
             prompt.text,
             self.tokenizer if sampling.detokenize else None,
-            prompt.parser_config,
+            parser_config,
             with_logprobs=not internal_logprobs,
         )
 
@@ -266,7 +300,7 @@ class InputProcessor:
         assert parser_config and form
         if parser_config.stage is ReasoningStage.AFTER:
             return None
-        calls = sampling.guided_decoding is not None and sampling.guided_decoding.source_field == "tools"
+        calls = sampling.guided_decoding is not None and sampling.guided_decoding.has_tools
         separator = form.before_call if calls else form.before_answer
         between = self.tokenizer.encode(f"{form.end_marker}{separator}", add_special_tokens=False)
         rest = f"{form.end_marker}{separator}".removeprefix(form.end or form.end_marker)

@@ -42,6 +42,7 @@ class LLM(PoolingLLM):
         tokenizer: folder of a tokenizer to use instead of the checkpoint's.
         chat_template: template to use instead of the checkpoint's.
         tool_call_parser: format of tool calls, by vLLM's name; ``auto``: detected from the chat template.
+        tool_strictness: constraint on tool calls of ``chat``: ``off``, ``function`` or ``schema`` (default).
         reasoning_parser: format of reasoning, by vLLM's name; ``auto``: detected from the chat template; ``none``:
             reasoning stays in the content.
         pooling_type: ``last``, ``cls``, ``mean`` or ``all``, instead of the checkpoint's.
@@ -112,7 +113,7 @@ class LLM(PoolingLLM):
             request_id, tokenized = str(next(self._ids)), inputs.tokenize(prompt)
             processor = inputs.create_output_processor(request_id, tokenized, sampling, priority=value, adapter=adapter)
             processors.append(processor)
-            if processor.request.sampling.guided_decoding:
+            if processor.request.sampling.guided_decoding or processor.request.sampling.tool_calls:
                 self.engine.set_vocabulary(inputs.vocabulary)
             self.engine.validate(processor.request)
         return self._run(processors, use_tqdm)
@@ -146,7 +147,11 @@ class LLM(PoolingLLM):
             run_inline(chats.prompt(conversation, options, steps, allow_tool_calls=bool(options["tools"])))
             for conversation in several
         ]
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
+        params: SamplingParams | Sequence[SamplingParams] | None = sampling_params
+        if tools:
+            each = per_prompt(sampling_params, len(prompts), "sampling_params")
+            params = [self._input_processor.constrain_tool_calls(one, tools) for one in each]
+        return self.generate(prompts, params, use_tqdm, lora_request=lora_request)
 
     def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
         """Load a LoRA adapter from a folder in PEFT's format. Does nothing if it is already loaded from that folder.

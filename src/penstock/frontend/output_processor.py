@@ -12,6 +12,7 @@ import msgspec
 from penstock.core import EngineRequest, Failure, FinishReason, GeneratedSequence, TokenDelta
 from penstock.core import Logprob as EngineLogprob
 from penstock.text import Detokenizer, ParserConfig, ResponseParser, StopStrings, Tokenizer
+from penstock.text.harmony import END
 
 from .outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 
@@ -79,6 +80,8 @@ class OutputProcessor:
         if delta.generation_logits is not None:
             output.generation_logits = output.generation_logits or bytearray()
             output.generation_logits += delta.generation_logits
+        if delta.lowered_tools:
+            self.output.lowered_tools = delta.lowered_tools
         if delta.perf is not None:
             output.perf = delta.perf
         stop = None
@@ -174,7 +177,7 @@ class _SequenceText:
             special = [marker for marker in markers if tokenizer.token_to_id(marker) in tokenizer.special_ids]
             self.parser = ResponseParser(parser_config, special if sampling.skip_special_tokens else ())
         form = parser_config.reasoning if parser_config else None
-        self._reasoning_end = form.end_marker.encode() if form else b""
+        self._reasoning_end = (form.end_marker if form else END).encode()
         self._num_reasoning_tokens: int | None = None
         """Final number of reasoning tokens; None until the reasoning has ended."""
         self._vocabulary = tokenizer.vocabulary

@@ -108,6 +108,8 @@ class RequestOutput:
     weights_versions: list[str] = field(default_factory=list)
     """Versions of the weights used, in order; several if the weights were updated while the request was running."""
 
+    lowered_tools: tuple[str, ...] = ()
+    """``TokenDelta.lowered_tools``."""
     resumes: list[Resume] = field(default_factory=list)
     """Losses of the request's engine so far."""
 

@@ -74,6 +74,9 @@ async def generate(
             async for output in outputs:
                 record.weights_version = record.weights_version or output.weights_version
                 record.outputs[index] = output
+                if output.lowered_tools:
+                    levels = {name: "off" if name == "*" else "function" for name in output.lowered_tools}
+                    record.tool_levels = levels | record.tool_levels
                 while num_resumes < len(output.resumes) and output.resumes[num_resumes].continued:
                     resume = output.resumes[num_resumes]
                     num_resumes += 1

@@ -10,4 +10,13 @@ from .reasoning import ReasoningFormat, ReasoningStage, initial_stage, reasoning
 from .response_parser import ParserConfig, ResponseParser
 from .stop_strings import StopStrings
 from .tokenizer import Tokenizer
-from .tool_calls import ToolCallFormat, ToolCallParser, forced_call_tag, tool_call_format
+from .tool_calls import (
+    CallFormat,
+    ToolCallFormat,
+    ToolCallParser,
+    answer_or_calls_tag,
+    call_format,
+    forced_call_tag,
+    tool_call_format,
+    triggered_call_tag,
+)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from .markers import partial_match_length, split_at_marker
 from .message import MessagePart, TextKind, TextPart, ToolCall
 from .reasoning import ReasoningStage
+from .tool_calls.brace_scanner import BraceScanner
 
 START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 CONSTRAIN, RETURN = "<|constrain|>", "<|return|>"
@@ -43,9 +44,13 @@ class HarmonyParser:
     Args:
         stage: where the answer begins: before the first header, or within the first message's reasoning or content.
         new_id: generates call ids; None: tools may not be called, and a tool call is content.
+        constrained: arguments are JSON, in which a text that looks like a token is part of a string.
     """
 
-    def __init__(self, stage: ReasoningStage, new_id: Callable[[], str] | None) -> None:
+    def __init__(self, stage: ReasoningStage, new_id: Callable[[], str] | None, constrained: bool = False) -> None:
+        self._constrained = constrained
+        self._arguments: BraceScanner | None = None
+        """Scanner of the arguments that are being read, if they are constrained."""
         self._call: ToolCall | None = None
         """The call whose arguments are being read."""
         self.found = stage is ReasoningStage.WITHIN
@@ -70,6 +75,12 @@ class HarmonyParser:
             if self._in_header:
                 if not self._read_header(parts, last):
                     break
+                continue
+            if self._arguments and self._call:
+                length, ended = self._arguments.scan(self._held)
+                self._call.arguments += self._held[:length]
+                self._held = self._held[length:]
+                self._arguments = None if ended else self._arguments
                 continue
             split = split_at_marker(self._held, ENDS, last, space="")
             self._held, text = split.rest, split.before
@@ -122,6 +133,7 @@ class HarmonyParser:
         if header.recipient.startswith(FUNCTIONS) and self._new_id:
             self._call = ToolCall(self._new_id(), header.recipient.removeprefix(FUNCTIONS))
             parts.append(self._call)
+            self._arguments = BraceScanner(()) if self._constrained else None
             return
         built_in = bool(header.recipient) and not header.recipient.startswith(FUNCTIONS)
         self.in_reasoning = header.channel == "analysis" or built_in

@@ -25,6 +25,8 @@ class ParserConfig:
     tools: ToolCallFormat | None = None
     schemas: Schemas = field(default_factory=dict)
     """Argument schemas of the available tools."""
+    constrained: bool = False
+    """True if a grammar ensures that tool calls are well-formed."""
     id_seed: str = ""
     """Text from which the ids of calls are derived; empty: random ids."""
 
@@ -57,7 +59,7 @@ class ResponseParser:
         self._tool_calls: ToolCallParser | None = None
         new_id = _id_generator(config)
         if config.in_channels:
-            self._reasoning = HarmonyParser(config.stage, new_id)
+            self._reasoning = HarmonyParser(config.stage, new_id, config.constrained)
         else:
             self._reasoning = ReasoningParser(form, config.stage, config.continued) if form else None
             self._tool_calls = config.tools.parser(config.schemas) if config.tools else None

@@ -17,6 +17,8 @@ class AddedTokens(NamedTuple):
     """Token ids by text."""
     eos_token_ids: frozenset[int]
     """End-of-sequence tokens, which a text must not contain."""
+    special: frozenset[str] = frozenset()
+    """Texts of the special tokens, which are removed from the output's text unless they are markers."""
 
     def split(self, text: str) -> list[str | int]:
         """Split a text into the ids of its added tokens and the non-empty texts between them.

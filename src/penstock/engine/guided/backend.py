@@ -38,6 +38,21 @@ class Guide(Protocol):
         ...
 
     @property
+    def is_idle(self) -> bool:
+        """True if the guide only waits for a trigger: every token is allowed, whether it is accepted before or after
+        the next token is sampled."""
+        return False
+
+    def may_trigger(self, tokens: list[int]) -> bool:
+        """True if one of ``tokens``, in any order, may end the idle state."""
+        return False
+
+    def take_replacement(self) -> list[int]:
+        """Tokens that replace the token accepted last, which goes on after a trigger in a way that the grammar does not
+        allow; empty if the token remains. The next call returns none."""
+        return []
+
+    @property
     def is_terminated(self) -> bool:
         """True if the grammar is complete and allows only EOS."""
         ...
@@ -68,6 +83,8 @@ class Grammar(Protocol):
 
     size: int
     """Bytes of memory that the grammar takes."""
+    lowered_tools: tuple[str, ...] = ()
+    """``TokenDelta.lowered_tools``."""
 
     def new_guide(self) -> Guide:
         """Create a guide in the initial state, for a new sequence."""

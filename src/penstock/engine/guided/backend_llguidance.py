@@ -22,6 +22,7 @@ from .compile_process import CompileProcess
 from .errors import UnsupportedError, one_line
 from .llguidance_process import VocabularyMessage, compile_grammar
 from .structural_tag import (
+    AnyOrderFormat,
     ConstStringFormat,
     Format,
     JSONSchemaFormat,
@@ -32,6 +33,7 @@ from .structural_tag import (
     TriggeredTagsFormat,
     parse_structural_tag,
 )
+from .token_texts import TokenTexts
 from .vocabulary import load_tokenizer, read_added_tokens, sampled_vocabulary
 
 NUMBER_KEYWORDS = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
@@ -162,7 +164,8 @@ class LLGuidance:
         self.added_tokens = read_added_tokens(vocabulary)
         self._tokenizer = load_tokenizer(vocabulary, vocab_size)
         self.process = CompileProcess(msgspec.json.encode(VocabularyMessage(vocabulary, vocab_size)))
-        self.token_classes = TokenClasses(self._tokenizer)
+        self.texts = TokenTexts(self._tokenizer, self.added_tokens)
+        self.token_classes = TokenClasses(self.texts.all)
 
     def request(self, params: GuidedDecodingParams) -> bytes:
         """Translate a constraint to a request for the compile process. Raises ``UnsupportedError`` if llguidance does
@@ -245,6 +248,8 @@ class _LarkWriter:
         self._params = params
         self._added_tokens = added_tokens
         self._rules: list[str] = []
+        self._names: dict[str, str] = {}
+        """Name of each rule by the rest of its text, so that equal rules are written once."""
 
     def write(self, structure: Format | TriggeredTagsFormat) -> str:
         """Lark grammar of a structural tag."""
@@ -256,9 +261,11 @@ class _LarkWriter:
 
     def _rule(self, text: str, attributes: str = "", name: str = "part") -> str:
         """Add a rule (a terminal if ``name`` is in upper case). Returns the rule's unique name."""
-        name = f"{name}_{len(self._rules)}"
-        self._rules.append(f"{name}{attributes}: {text}")
-        return name
+        key = f"{name}{attributes}: {text}"
+        if key not in self._names:
+            self._names[key] = f"{name}_{len(self._rules)}"
+            self._rules.append(f"{self._names[key]}{attributes}: {text}")
+        return self._names[key]
 
     def _format(self, part: Format) -> str:
         """Expression for a format, to use in a rule; adds rules as needed."""
@@ -276,7 +283,29 @@ class _LarkWriter:
                 return self._rule(" | ".join(self._format(inner) or EMPTY for inner in parts))
             case RepeatFormat(inner, quantifier):
                 return f"({self._format(inner)}){quantifier}"
+            case AnyOrderFormat():
+                return self._any_order(part)
         raise AssertionError("a regular expression is a terminal")
+
+    def _any_order(self, part: AnyOrderFormat) -> str:
+        """Expression for parts in any order, with one rule for each set of parts that may follow."""
+        first = list(map(self._format, part.parts))
+        following = first
+        if part.separator:
+            separator = ConstStringFormat(part.separator)
+            following = [self._format(SequenceFormat((separator, one))) for one in part.parts]
+        rules: dict[frozenset[int], str] = {}
+
+        def rest(left: frozenset[int], elements: list[str]) -> str:
+            ends = [] if any(part.required[i] for i in left) else [EMPTY]
+            return self._rule(" | ".join([f"{elements[i]} {after(left - {i})}" for i in sorted(left)] + ends))
+
+        def after(left: frozenset[int]) -> str:
+            if left not in rules:
+                rules[left] = rest(left, following) if left else EMPTY
+            return rules[left]
+
+        return rest(frozenset(range(len(first))), first)
 
     def _sequence(self, parts: list[Format]) -> str:
         """Expression for consecutive formats, with adjacent terminals merged."""
@@ -302,7 +331,7 @@ class _LarkWriter:
             case RegexFormat(pattern):
                 quoted: str = json.loads(grammar_from("regex", pattern))["grammars"][0]["lark_grammar"]
                 return quoted.removeprefix("start: ")
-            case JSONSchemaFormat():
+            case JSONSchemaFormat() | AnyOrderFormat():
                 return None
             case SequenceFormat(parts):
                 inner = [self._terminal(one) for one in parts]

@@ -8,7 +8,7 @@ tokens that continue the run, if the grammar allows any other token. The output 
 from __future__ import annotations
 
 import string
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -33,11 +33,10 @@ class TokenClasses:
     ``[ceil(vocabulary / 32)]`` int32, lowest bit first.
 
     Args:
-        tokenizer: llguidance's ``LLTokenizer``.
+        tokens: bytes of each token.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        tokens = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
+    def __init__(self, tokens: Sequence[bytes]) -> None:
         self.trailing_digits = np.array([len(token) - len(token.rstrip(b"0123456789")) for token in tokens], np.int32)
         """Number of digits at the end of each token."""
         self.all_digits = np.array([bool(token) and token.isdigit() for token in tokens])

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from penstock.core import Code, Failure, GuidedDecodingParams, PenstockError, Vocabulary
+import msgspec
+
+from penstock.core import Code, Failure, GuidedDecodingParams, PenstockError, ToolCallParams, Vocabulary
 from penstock.core.errors import invalid
 
 from .backend import Grammar
 from .bounded_guide import BoundedGrammar
 from .compile_process import STACK_SIZE, CompileResult
 from .errors import UnsupportedError, one_line
-from .structural_tag import allows_free_text, json_parts
+from .structural_tag import allows_free_text, fallbacks, json_parts, resolve_fallbacks
+from .tool_call_guide import ToolCallGrammar
 from .vocabulary import check_no_added_tokens
 
 if TYPE_CHECKING:
     from .backend_llguidance import LLGuidance
 
 logger = logging.getLogger(__name__)
+
+Constraint = GuidedDecodingParams | ToolCallParams
 
 MAX_CACHED_BYTES = 2**28
 """Maximum bytes of cached grammars."""
@@ -64,7 +70,7 @@ class GrammarCompiler:
         self._quick = _executor("compile")
         self._slow = _executor("compile-slow", _lower_priority)
         self._cache = GrammarCache()
-        self._compiling: dict[GuidedDecodingParams, Future[Grammar]] = {}
+        self._compiling: dict[Constraint, Future[Grammar]] = {}
         """Futures of grammars that are being compiled."""
 
     def set_vocabulary(self, get_vocabulary: Callable[[], Vocabulary]) -> None:
@@ -80,15 +86,20 @@ class GrammarCompiler:
         if self._vocabulary and not self._off and self._preload is None:
             self._preload = self._quick.submit(self._load_vocabulary)
 
-    def compile(self, params: GuidedDecodingParams) -> Future[Grammar]:
+    def compile(self, params: Constraint) -> Future[Grammar]:
         """Compile a grammar, or get it from the cache. The returned future raises ``PenstockError`` if the grammar is
-        invalid, not supported, or exceeds the limits. Cancelling the future ends the compilation.
+        invalid, not supported, or exceeds the limits. Cancelling the future ends the compilation. For tool calls, the
+        future does not raise unless they are ``required``: calls without a grammar are not constrained.
 
         Raises ``PenstockError``: ``unsupported`` if guided decoding is off, ``unavailable`` without a vocabulary.
         """
+        if self._off and isinstance(params, ToolCallParams) and not params.required:
+            unconstrained: Future[Grammar] = Future()
+            unconstrained.set_result(ToolCallGrammar(params, None, None))
+            return unconstrained
         if self._off:
             message = "guided decoding is off (guided_decoding_backend); start the engine with auto to use it"
-            raise PenstockError(Code.UNSUPPORTED, message, params.field)
+            raise PenstockError(Code.UNSUPPORTED, message, _field(params))
         if self._vocabulary is None:
             raise PenstockError(Code.UNAVAILABLE, "the engine has no vocabulary for guided decoding yet; retry later")
         if (future := self._compiling.get(params)) and not future.done():
@@ -101,7 +112,7 @@ class GrammarCompiler:
         self._quick.submit(self._run, params, future, QUICK_TIME)
         return future
 
-    def _run(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> None:
+    def _run(self, params: Constraint, future: Future[Grammar], timeout: float | None) -> None:
         """Compile a grammar in a thread and complete ``future``. After ``timeout`` seconds, the compilation is moved to
         the threads for slow grammars."""
         try:
@@ -122,16 +133,76 @@ class GrammarCompiler:
             assert grammar
             future.set_result(grammar)
 
-    def _forget(self, params: GuidedDecodingParams, future: Future[Grammar]) -> None:
+    def _forget(self, params: Constraint, future: Future[Grammar]) -> None:
         """Remove a completed or cancelled future, unless a new future has replaced it."""
         if self._compiling.get(params) is future:
             del self._compiling[params]
 
-    def _compile(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> Grammar:
-        """Compile a constraint. If a schema in a structural tag is invalid, the error quotes the text before it.
+    def _compile(self, params: Constraint, future: Future[Grammar], timeout: float | None) -> Grammar:
+        """Compile a constraint.
 
         Raises ``TimeoutError`` after ``timeout`` seconds (None: only the limits of the compile process apply).
         """
+        if isinstance(params, GuidedDecodingParams):
+            return self._compile_tools(params, future, timeout)
+        try:
+            grammar = self._compile_tools(params.constraint, future, timeout)
+        except PenstockError as error:
+            if params.required:
+                raise
+            logger.info("tool calls are not constrained: %s", error.failure.message)
+            return ToolCallGrammar(params, None, None)
+        assert self._backend
+        self._backend.texts.markers(params.markers)  # computed here, as it takes long with a large vocabulary
+        return ToolCallGrammar(params, grammar, self._backend.texts)
+
+    def _compile_tools(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> Grammar:
+        """Compile a constraint, with the formats of its structural tag that cannot be compiled replaced (fallbacks)."""
+        tag = json.loads(params.structural_tag) if params.has_tools else {}
+        parts = {part["name"]: part["content"] for part in fallbacks(tag)}
+        if not parts:
+            return self._compile_named(params, future, timeout)
+
+        def resolved(replaced: Collection[str]) -> GuidedDecodingParams:
+            return msgspec.structs.replace(params, structural_tag=resolve_fallbacks(tag, replaced))
+
+        failures: dict[str, str] = {}
+        for _ in range(2):
+            try:
+                return self._compile_whole(resolved(()), future, timeout)
+            except PenstockError as error:
+                failure = error.failure
+            failures = failures or self._failing_parts(params, parts, future, timeout)
+            if failures:
+                break  # otherwise the process may have been killed, or the whole exceeds its limits
+        for name, message in failures.items():
+            logger.info("the arguments of the tool %s are not constrained: %s", name, message)
+        if not failures:
+            logger.warning("the arguments of %d tools are not constrained: %s", len(parts), failure.message)
+        failed = list(failures or parts)
+        grammar = self._compile_named(resolved(failed), future, timeout)
+        grammar.lowered_tools = tuple(failed)
+        return grammar
+
+    def _failing_parts(
+        self,
+        params: GuidedDecodingParams,
+        parts: Mapping[str, Any],
+        future: Future[Grammar],
+        timeout: float | None,
+    ) -> dict[str, str]:
+        """Error messages of the formats in ``parts`` that cannot be compiled, by name."""
+        failures = {}
+        for name, part in parts.items():
+            try:
+                alone = msgspec.structs.replace(params, structural_tag={"format": part})
+                self._compile_whole(alone, future, timeout)
+            except PenstockError as error:
+                failures[name] = error.failure.message
+        return failures
+
+    def _compile_named(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> Grammar:
+        """Compile a constraint. If a schema in a structural tag is invalid, the error quotes the text before it."""
         try:
             return self._compile_whole(params, future, timeout)
         except PenstockError as error:
@@ -146,7 +217,7 @@ class GrammarCompiler:
             raise
 
     def _compile_whole(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> Grammar:
-        """``_compile``, without finding the invalid schema of a structural tag."""
+        """``_compile_named``, without finding the invalid schema of a structural tag."""
         field = params.field
         self._load_vocabulary()
         if (backend := self._backend) is None:
@@ -209,30 +280,37 @@ class GrammarCache:
     """LRU cache of compiled grammars, limited to ``MAX_CACHED_BYTES``."""
 
     def __init__(self) -> None:
-        self._grammars: OrderedDict[GuidedDecodingParams, Grammar] = OrderedDict()
+        self._grammars: OrderedDict[Constraint, Grammar] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
 
-    def get(self, params: GuidedDecodingParams) -> Grammar | None:
+    def get(self, params: Constraint) -> Grammar | None:
         """Cached grammar of a constraint; None if it is not cached."""
         with self._lock:
             if params in self._grammars:
                 self._grammars.move_to_end(params)
             return self._grammars.get(params)
 
-    def add(self, params: GuidedDecodingParams, grammar: Grammar) -> None:
+    def add(self, params: Constraint, grammar: Grammar) -> None:
         """Cache a grammar, and evict the least recently used ones beyond the limit."""
         with self._lock:
             if params in self._grammars:
                 return
             self._grammars[params] = grammar
-            self._size += _size(grammar)
+            self._size += _size(params, grammar)
             while self._size > MAX_CACHED_BYTES:
-                self._size -= _size(self._grammars.popitem(last=False)[1])
+                self._size -= _size(*self._grammars.popitem(last=False))
 
 
-def _size(grammar: Grammar) -> int:
-    return max(grammar.size, MIN_CACHED_SIZE)
+def _field(params: Constraint) -> str:
+    """Name of the request's field that holds a constraint."""
+    return (params.constraint if isinstance(params, ToolCallParams) else params).field
+
+
+def _size(params: Constraint, grammar: Grammar) -> int:
+    """Bytes of a cached grammar and its key."""
+    key = params.constraint if isinstance(params, ToolCallParams) else params
+    return max(grammar.size, MIN_CACHED_SIZE) + key.characters
 
 
 def _executor(name: str, initializer: Callable[[], None] | None = None) -> ThreadPoolExecutor:

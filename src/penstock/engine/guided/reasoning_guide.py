@@ -9,6 +9,7 @@ import numpy as np
 from penstock.core import EngineRequest, Failure, ReasoningSpan
 
 from .backend import Grammar, Guide
+from .tool_call_guide import ToolCallGrammar
 
 
 class ReasoningPhase(Enum):
@@ -138,6 +139,8 @@ class ReasoningGuide(Guide):
 
 def make_guide(request: EngineRequest, grammar: Grammar | None) -> Guide | None:
     """Create the guide for a sequence of a request; None if all tokens are always allowed."""
+    if isinstance(grammar, ToolCallGrammar):
+        return grammar.new_idle_guide(request.stage, make_guide(request, None))
     answer = grammar.new_guide() if grammar else None
     limit, answer_limit = request.sampling.reasoning_max_tokens, request.sampling.response_max_tokens
     if request.reasoning is None or (answer is None and limit is None and answer_limit is None):

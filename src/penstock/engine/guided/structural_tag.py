@@ -2,12 +2,15 @@
 
 A request contains either ``{"structures", "triggers"}``, free text with tagged parts, or ``{"format": …}``, a tree of
 formats, each with a ``type``. Names and fields are those of xgrammar and vLLM.
+
+Structural tags with tool calls also have formats ``fallback``: ``content``, or ``otherwise`` if llguidance cannot
+compile ``content``. They are resolved before a structural tag is parsed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,8 @@ from .errors import UnsupportedError
 
 MAX_DEPTH = 32
 """Maximum depth of nested formats."""
+MAX_ORDERED = 8
+"""Maximum number of elements in any order; a grammar has a rule for each subset of them."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,16 @@ class RepeatFormat:
 
 
 @dataclass(frozen=True)
+class AnyOrderFormat:
+    """Each of several formats at most once, in any order."""
+
+    parts: tuple[Format, ...]
+    required: tuple[bool, ...]
+    """True for each part that must occur."""
+    separator: str
+
+
+@dataclass(frozen=True)
 class TagFormat:
     """A tagged part of free text: begin text, content, end text."""
 
@@ -91,7 +106,7 @@ class TriggeredTagsFormat:
     tags: tuple[TagFormat, ...]
 
 
-Format = ConstStringFormat | JSONSchemaFormat | RegexFormat | SequenceFormat | OrFormat | RepeatFormat
+Format = ConstStringFormat | JSONSchemaFormat | RegexFormat | SequenceFormat | OrFormat | RepeatFormat | AnyOrderFormat
 """Formats that may be nested."""
 
 
@@ -112,6 +127,36 @@ def parse_structural_tag(params: GuidedDecodingParams) -> Format | TriggeredTags
     if _depth(fields) > MAX_DEPTH:
         raise UnsupportedError(f"more than {MAX_DEPTH} nested formats")
     return _triggered(fields) if fields.get("type") == "triggered_tags" else _format(fields)
+
+
+def resolve_fallbacks(tag: dict[str, Any], replaced: Collection[str]) -> dict[str, Any]:
+    """Copy a structural tag, with each format ``fallback`` replaced: by its ``otherwise`` if its name is in
+    ``replaced``, else by its ``content``."""
+
+    def resolve(part: Any) -> Any:
+        if isinstance(part, list):
+            return [resolve(inner) for inner in part]
+        if not isinstance(part, dict) or "json_schema" in part:
+            return part
+        if part.get("type") == "fallback":
+            return part["otherwise" if part["name"] in replaced else "content"]
+        return {name: resolve(inner) for name, inner in part.items()}
+
+    resolved: dict[str, Any] = resolve(tag)
+    return resolved
+
+
+def fallbacks(part: Any) -> Iterator[dict[str, Any]]:
+    """Formats ``fallback`` in a structural tag."""
+    if isinstance(part, list):
+        for inner in part:
+            yield from fallbacks(inner)
+    elif isinstance(part, dict) and "json_schema" not in part:
+        if part.get("type") == "fallback":
+            yield part
+            return
+        for inner in part.values():
+            yield from fallbacks(inner)
 
 
 def allows_free_text(params: GuidedDecodingParams) -> bool:
@@ -142,7 +187,7 @@ def _schemas(part: Format | TriggeredTagsFormat, before: str) -> list[tuple[str,
                     before = inner.text or before
                 found += _schemas(inner, before)
             return found
-        case OrFormat(parts):
+        case OrFormat(parts) | AnyOrderFormat(parts):
             return [one for inner in parts for one in _schemas(inner, before)]
         case RepeatFormat(inner):
             return _schemas(inner, before)
@@ -154,7 +199,7 @@ def _schemas(part: Format | TriggeredTagsFormat, before: str) -> list[tuple[str,
 def _has_free_text(part: Format | TriggeredTagsFormat) -> bool:
     """True if a format contains a regular expression or triggered tags."""
     match part:
-        case SequenceFormat(parts) | OrFormat(parts):
+        case SequenceFormat(parts) | OrFormat(parts) | AnyOrderFormat(parts):
             return any(map(_has_free_text, parts))
         case RepeatFormat(inner):
             return _has_free_text(inner)
@@ -215,7 +260,8 @@ def _format(fields: dict[str, Any]) -> Format:
     if kind == "triggered_tags":
         raise UnsupportedError("triggered_tags within another format; use it as the only format")
     if kind not in FORMATS:
-        message = f"format {kind!r:.50}; supported are {', '.join(FORMATS)}, and triggered_tags as the only format"
+        names = ", ".join(name for name in FORMATS if name != "any_order")
+        message = f"format {kind!r:.50}; supported are {names}, and triggered_tags as the only format"
         raise UnsupportedError(message)
     return FORMATS[kind](fields)
 
@@ -295,6 +341,20 @@ def _tags_with_separator(fields: dict[str, Any]) -> Format:
     return one if at_least_one else RepeatFormat(one, "?")
 
 
+def _any_order(fields: dict[str, Any]) -> Format:
+    """Parse a format ``any_order``, which only tool calls use."""
+    _check_fields(fields, "elements", "required", "separator")
+    required, separator = fields.get("required"), fields.get("separator")
+    parts = tuple(map(_format, _objects(fields, "elements")))
+    if not isinstance(required, list) or [type(one) for one in required] != [bool] * len(parts):
+        raise ValueError(f"required must be a list of {len(parts)} times true or false, is {required!r:.50}")
+    if len(parts) > MAX_ORDERED:
+        raise UnsupportedError(f"more than {MAX_ORDERED} elements in any order")
+    if not isinstance(separator, str):
+        raise ValueError(f"separator must be a string, is {separator!r:.50}")
+    return AnyOrderFormat(parts, tuple(required), separator)
+
+
 FORMATS: dict[str, Callable[[dict[str, Any]], Format]] = {
     "const_string": _text,
     "json_schema": _json,
@@ -306,6 +366,7 @@ FORMATS: dict[str, Callable[[dict[str, Any]], Format]] = {
     "plus": _repeated,
     "tag": _tag_format,
     "tags_with_separator": _tags_with_separator,
+    "any_order": _any_order,
 }
 
 

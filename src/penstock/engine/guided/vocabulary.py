@@ -62,7 +62,8 @@ def load_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> Any:
 def read_added_tokens(vocabulary: Vocabulary) -> AddedTokens:
     """Added tokens (``<think>``, …) of a vocabulary."""
     entries = json.loads(vocabulary.tokenizer).get("added_tokens") or ()
-    return AddedTokens({entry["content"]: entry["id"] for entry in entries}, frozenset(vocabulary.eos))
+    special = frozenset(entry["content"] for entry in entries if entry.get("special"))
+    return AddedTokens({entry["content"]: entry["id"] for entry in entries}, frozenset(vocabulary.eos), special)
 
 
 def check_no_added_tokens(params: GuidedDecodingParams, added_tokens: Iterable[str]) -> None:

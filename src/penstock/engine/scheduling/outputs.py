@@ -7,6 +7,7 @@ import numpy as np
 
 from penstock.core import Failure, FinishReason, TokenDelta
 
+from ..guided import Guide
 from ..sequence.sequence import Sequence
 from ..step import SampledTokens
 
@@ -31,8 +32,12 @@ def append_tokens(sequence: Sequence, sampled: SampledTokens) -> TokenDelta:
             finished = FinishReason.ERROR
         elif token in sequence.stop_token_ids and sequence.num_output_tokens > sequence.request.sampling.min_tokens:
             finished, stop_token = FinishReason.STOP, token
-        elif guide and not guide.accept_token(token):
+        elif guide and not _accept(sequence, guide, token):
             finished, failure = FinishReason.ERROR, guide.failure
+        elif guide and (replacement := guide.take_replacement()):
+            _replace_last(sequence, sampled, replacement)
+            finished = FinishReason.LENGTH if len(sequence.tokens) >= sequence.max_len else None
+            break
         elif guide and guide.is_terminated:
             finished = FinishReason.STOP
         elif len(sequence.tokens) >= sequence.max_len or (guide and guide.token_limit_reached):
@@ -59,10 +64,36 @@ def append_tokens(sequence: Sequence, sampled: SampledTokens) -> TokenDelta:
         cached_tokens=sequence.num_cached_tokens or 0,
         queued=sequence.queued,
         perf=sequence.perf,
+        lowered_tools=sequence.lowered_tools,
     )
     sequence.prompt_logprobs = sequence.context_logits = None
-    sequence.queued = 0.0
+    sequence.queued, sequence.lowered_tools = 0.0, ()
     return delta
+
+
+def _accept(sequence: Sequence, guide: Guide, token: int) -> bool:
+    """Advance the guide by a token. Returns False if the grammar does not allow the token."""
+    was_idle = guide.is_idle
+    if not guide.accept_token(token):
+        return False
+    if was_idle and not guide.is_idle:
+        sequence.discard_pending()
+    return True
+
+
+def _replace_last(sequence: Sequence, sampled: SampledTokens, replacement: list[int]) -> None:
+    """Replace the last sampled token by one or more tokens, within the sequence's maximum length. Their logprobs and
+    logits are those of the sampled token."""
+    sequence.tokens.pop()
+    _resend_next_token(sequence)
+    replacement = replacement[: sequence.max_len - len(sequence.tokens)]
+    sequence.tokens += replacement
+    sampled.token_ids[-1:] = replacement
+    if sampled.logprobs:
+        first, *top = sampled.logprobs.pop()
+        sampled.logprobs.extend([msgspec.structs.replace(first, token_id=token), *top] for token in replacement)
+    if sampled.logits:
+        sampled.logits.extend([sampled.logits[-1]] * (len(replacement) - 1))
 
 
 def _resend_next_token(sequence: Sequence) -> None:
@@ -95,7 +126,7 @@ def pool_hidden_states(sequence: Sequence, states: np.ndarray) -> TokenDelta | N
 
 def _may_jump_forward(sequence: Sequence) -> bool:
     """True if forced tokens may be appended without sampling. False if the request returns logprobs or logits, if a
-    stop string might match within the forced tokens, or while a sampled token is in flight."""
+    stop string might match within the forced tokens, or while a sampled token is in flight and not discarded."""
     sampling = sequence.request.sampling
     returned = sampling.logprobs is not None or sampling.return_generation_logits
-    return not sequence.num_pending and not returned and not sampling.stop
+    return sequence.num_pending == sequence.num_stale and not returned and not sampling.stop

@@ -132,7 +132,7 @@ class Planner:
             total >= sequence.max_len  # the last token is in flight
             or sequence.num_candidates  # the next beams are selected once all beams have their candidates
             or self._pipeline_stages > 1  # the first stage does not know the token in flight
-            or sequence.guide  # the allowed tokens depend on the token in flight
+            or sequence.active_guide  # the allowed tokens depend on the token in flight
             or drafting  # the draft depends on the token in flight
         ):
             return 0

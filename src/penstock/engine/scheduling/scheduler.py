@@ -328,7 +328,9 @@ class Scheduler:
         for i, item in enumerate(plan.scheduled):
             first, end = item.sequence, item.start + item.length
             sampled = [next(outputs) for _ in item.sampling_sequences]
-            if first.num_draft_tokens and sampled:  # all but the last sampled token are accepted drafts
+            if first.num_stale:
+                self._set_computed(first, first.num_computed, first.num_computed)
+            elif first.num_draft_tokens and sampled:  # all but the last sampled token are accepted drafts
                 accepted = sampled[0].token_ids[:-1]
                 end += len(accepted)
                 first.num_scheduled, first.num_draft_tokens = end, 0
@@ -350,6 +352,9 @@ class Scheduler:
                     self._set_computed(sequence, end, end)
                 sequence.num_pending -= 1
                 if sequence.state is State.FINISHED:
+                    continue
+                if sequence.num_stale:
+                    sequence.num_stale -= 1
                     continue
                 deltas += (
                     self._add_candidates(sequence, one) if sequence.num_candidates else self._append(sequence, one)

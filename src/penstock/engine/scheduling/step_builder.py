@@ -105,6 +105,8 @@ class StepBuilder:
     def _new_row(self, sequence: Sequence) -> NewRow:
         request, pooling = sequence.request, sequence.pooling_state
         sampling, images = request.sampling, request.images
+        if sampling.guided_decoding or sampling.tool_calls:  # constraints reach the workers as bitmasks
+            sampling = sampling.replace(guided_decoding=None, tool_calls=None)
         return NewRow(
             row=sequence.row,
             token_ids=np.array(sequence.tokens, np.int32),

@@ -105,6 +105,10 @@ class Sequence:
     """Number of candidate next tokens for a beam; 0 without beam search."""
     guide: Guide | None = None
     """State of the grammar and the reasoning limit; None if the request has neither."""
+    lowered_tools: tuple[str, ...] = ()
+    """``TokenDelta.lowered_tools`` of the next delta."""
+    num_stale: int = 0
+    """Number of steps in flight whose results are discarded (``discard_pending``)."""
     pooling_state: PoolingState | None = field(init=False)
     """Hidden states pooled so far; None unless the request is an embedding request."""
     prompt_logprobs: list[list[Logprob]] | None = field(init=False)
@@ -142,6 +146,17 @@ class Sequence:
                 message = "the grammar rejects the output of the engine that began the request"
                 raise PenstockError.of(guide.failure or Failure(Code.INTERNAL, message))
         self.guide = guide
+
+    @property
+    def active_guide(self) -> Guide | None:
+        """The guide, unless it is idle."""
+        return self.guide if self.guide and not self.guide.is_idle else None
+
+    def discard_pending(self) -> None:
+        """Discard the results of the steps in flight, which were planned before the guide needed a bitmask, or replaced
+        a token: the tokens after ``num_computed`` are computed again."""
+        if self.num_pending:
+            self.num_stale, self.num_scheduled = self.num_pending, self.num_computed
 
     @property
     def perf(self) -> PerfMetrics | None:

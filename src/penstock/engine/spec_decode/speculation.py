@@ -116,7 +116,7 @@ class Speculation:
         length = min(self._max_len if sequence.draft_len is None else sequence.draft_len, max_len)
         if self._disabled or length < 1:
             return None
-        if self._tree and not sequence.guide and not sequence.request.sampling.needs_token_values:
+        if self._tree and not sequence.active_guide and not sequence.request.sampling.needs_token_values:
             parents = self._tree.up_to(max_len).parents
             blocks = scratch_blocks(parents, len(sequence.tokens), self._block_size)
             if len(parents) <= budget and blocks <= scratch:
@@ -230,12 +230,19 @@ def _acceptable(sequence: Sequence, draft: list[int]) -> list[int]:
 
 def _acceptable_tree(sequence: Sequence, draft: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
     """Tokens and parents of a drafted tree, without missing tokens (negative), tokens that would end the sequence, and
-    the descendants of the removed tokens. The sequence must not have a grammar."""
+    the descendants of the removed tokens. The sequence must not have a grammar, but may have an idle guide, which
+    removes tokens that complete a trigger."""
     stops = _stops(sequence)
+    guides = {-1: sequence.guide} if sequence.guide and sequence.guide.may_trigger(draft) else {}
     kept = {-1: -1}
     token_ids, new_parents = list[int](), list[int]()
     for i, (token, parent) in enumerate(zip(draft, parents, strict=False)):
         if token >= 0 and token not in stops and parent in kept:
+            if guides and (guide := guides[parent]):
+                if not guide.validate_tokens([token]):
+                    continue
+                guides[i] = guide.copy()
+                guides[i].accept_token(token)
             kept[i] = len(token_ids)
             token_ids.append(token)
             new_parents.append(kept[parent])

@@ -17,7 +17,7 @@ from penstock.text import Message, MessagePart, TextPart, ToolCall
 
 from .prompt import ChatPrompt, memory_of
 from .request import ChatRequest
-from .sampling import chat_sampling, forced_tool_call
+from .sampling import chat_sampling, constrain_calls, forced_tool_call
 
 
 @dataclass(slots=True)
@@ -99,6 +99,9 @@ class ChatGeneration(GenerationHandler):
                 message = "cannot be combined with another constraint on the output: remove one of them"
                 raise invalid("tool_choice", message)
             self.sampling = sampling.replace(guided_decoding=constraint)
+        else:
+            strictness = service.gateway.input_processor.tool_strictness
+            self.sampling, record.tool_levels = constrain_calls(request, sampling, self.prompt.formats, strictness)
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
         prompt = await self.prompt.prompt()

@@ -58,7 +58,9 @@ class ChatPrompt:
         if self._template not in (None, *templates.values()) and not service.options.trust_request_chat_template:
             message = "chat_template: this server does not accept templates in requests (trust_request_chat_template)"
             raise PenstockError(Code.UNSUPPORTED, message, "chat_template")
-        self.tools = input_processor.chats.response_formats(self._template).tools
+        self.formats = input_processor.chats.response_formats(self._template)
+        """Formats of tool calls and reasoning of the chat template."""
+        self.tools = self.formats.tools
         """Tool call format of the chat template; None if the template has no tools or an unknown format."""
         self._calls = bool(request.tools)
         tools = request.tools if request.tool_choice != "none" else None

@@ -7,7 +7,15 @@ from typing import Any
 
 from penstock.core import GuidedDecodingParams, SamplingParams
 from penstock.core.errors import invalid
-from penstock.core.guided import check_schema, clean_schema, disallow_additional_properties, schema_to_json
+from penstock.core.guided import disallow_additional_properties, schema_to_json
+from penstock.frontend.chat_renderer import ResponseFormats
+from penstock.frontend.tool_calls import (
+    ConstrainedCalls,
+    ToolFunction,
+    ToolStrictness,
+    constrain_tool_calls,
+    parameters_of,
+)
 from penstock.text import ToolCallFormat, forced_call_tag
 
 from .request import ChatRequest, GenerationRequest, JsonSchema, NamedTool, ResponseFormat
@@ -123,16 +131,12 @@ def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -
         return None
     known = {}
     for i, tool in enumerate(request.tools or ()):
-        field = f"tools[{i}].function.parameters"
-        parameters = {"type": "object"} | clean_schema(field, tool.function.parameters or {})
-        if tool.function.strict:
-            parameters = _restrict(field, {"properties": {}} | parameters)
-        if parameters["type"] != "object":
-            kind = parameters["type"]
-            raise invalid(f"{field}.type", f"must be object for forced tool calls, is {kind!r:.50}")
+        function = tool.function
+        parameters = parameters_of(
+            ToolFunction(function.name, function.parameters, function.strict), f"tools[{i}].function.parameters"
+        )
         if tool.function.name in known:
             raise invalid(f"tools[{i}].function.name", f"{tool.function.name!r} is defined twice: use unique names")
-        check_schema(field, parameters)
         known[tool.function.name] = parameters
     if not known:
         raise invalid("tool_choice", "requires tools")
@@ -142,7 +146,22 @@ def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -
     parallel = not forced and request.parallel_tool_calls is not False
     tools = {forced: known[forced]} if forced else known
     assert tool_format, "otherwise the tools would have been rejected"
-    return GuidedDecodingParams(structural_tag=forced_call_tag(tool_format, tools, parallel), source_field="tools")
+    tag = forced_call_tag(tool_format, tools, parallel)
+    return GuidedDecodingParams(structural_tag=tag, source_field="tools", has_tools=True)
+
+
+def constrain_calls(
+    request: ChatRequest, sampling: SamplingParams, formats: ResponseFormats, strictness: ToolStrictness
+) -> ConstrainedCalls:
+    """Constrain the tool calls that the model may make on its own (``tool_choice`` ``auto``).
+
+    Args:
+        formats: formats of the chat template.
+    """
+    if not request.tools or request.tool_choice not in (None, "auto") or request.disable_chat_template:
+        return ConstrainedCalls(sampling)
+    functions = [ToolFunction(one.function.name, one.function.parameters, one.function.strict) for one in request.tools]
+    return constrain_tool_calls(sampling, functions, formats, strictness, request.parallel_tool_calls is not False)
 
 
 def _from_structured_outputs(request: GenerationRequest) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
@@ -52,6 +52,11 @@ TRUNCATED_HEADER = "x-penstock-truncated"
 """Header with the number of prompt tokens that were removed to fit a limit."""
 FINGERPRINT_HEADER = "x-penstock-fingerprint-mismatch"
 """Header of all answers if the fingerprints of instances differ."""
+TOOLS_HEADER = "x-penstock-tool-strictness"
+"""Header of answers with tools whose calls are less constrained than requested: ``name=level``, or ``*=level`` for all
+tools, optionally followed by ``;`` and the field that is the reason."""
+MAX_TOOLS = 32
+"""Maximum number of tools in the header."""
 RESUMED_HEADER = "x-penstock-resumed-across"
 """Header of an answer that another engine has continued, although its results may differ: kernels and weights of that
 engine. A stream that has begun gets a comment instead."""
@@ -62,6 +67,12 @@ MAX_USER_AGENT = 200
 """Maximum number of characters of a user agent in the log."""
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """Valid ``X-Request-Id``. An invalid id is replaced by a new id."""
+
+
+def levels_header(levels: Mapping[str, str]) -> str:
+    """Value of ``TOOLS_HEADER``."""
+    shown = [f"{name}={level}" for name, level in levels.items()][:MAX_TOOLS]
+    return ", ".join([*shown, "..."] if len(levels) > MAX_TOOLS else shown)
 
 
 class RequestLogMiddleware:
@@ -119,6 +130,8 @@ class RequestLogMiddleware:
                     added.append((WEIGHTS_HEADER.encode(), record.weights_version.encode()))
                 if names := record.unknown.header:
                     added.append((HEADER.encode(), names.encode()))
+                if levels := record.tool_levels:
+                    added.append((TOOLS_HEADER.encode(), levels_header(levels).encode()))
                 if record.num_truncated:
                     added.append((TRUNCATED_HEADER.encode(), str(record.num_truncated).encode()))
                 if record.changed_engines:

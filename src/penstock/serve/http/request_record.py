@@ -59,6 +59,8 @@ class RequestRecord:
     """Error format of the request's dialect; None: the dialect is not known yet."""
     weights_version: str = ""
     """Version of the weights that computed the first output tokens."""
+    tool_levels: dict[str, str] = field(default_factory=dict)
+    """Level of constraint by name of the tools whose calls are less constrained than requested; ``*``: all tools."""
     unknown: UnknownFields = field(default_factory=UnknownFields)
     """Fields of the request that its schema does not have."""
     num_truncated: int = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.core import Code, PenstockError
 
-from .values import MAX_REFERENCES, STRING, resolved, type_name, types_of
+from .values import MAX_REFERENCES, STRING, resolved, to_json, type_name, types_of
 
 OBJECT_KEYWORDS = frozenset(
     "type properties required additionalProperties $defs definitions $schema $id $comment title description examples "
@@ -30,11 +30,16 @@ Format = dict[str, Any]
 
 
 def arguments_sequence(
-    schema: Mapping[str, Any], elements: Mapping[str, Format], separator: str = "", key: re.Pattern[str] = KEY
+    schema: Mapping[str, Any],
+    elements: Mapping[str, Format],
+    separator: str = "",
+    key: re.Pattern[str] = KEY,
+    any_order: bool = False,
 ) -> Format:
     """Return the format of a sequence of arguments. Arguments that the schema does not require are optional.
 
-    Arguments are in the order of the schema's properties; with a separator, required arguments are first.
+    Without ``any_order``, arguments are in the order of the schema's properties; with a separator, required arguments
+    are first.
 
     Args:
         schema: schema of the arguments object.
@@ -51,27 +56,50 @@ def arguments_sequence(
         raise _unsupported(f"required parameter {unknown[0]!r:.50}, which is missing from the properties,")
     if wrong := [name for name in elements if not key.fullmatch(name)]:
         raise _unsupported(f"the name of the parameter {wrong[0]!r:.50}")
+    if any_order and len(elements) > 1:
+        return {
+            "type": "any_order",
+            "elements": list(elements.values()),
+            "required": [name in required for name in elements],
+            "separator": separator,
+        }
     if separator:
         first, others = (
             [element for name, element in elements.items() if (name in required) == wanted] for wanted in (True, False)
         )
         return _joined(first, others, separator)
-    return _sequence([part if name in required else _optional(part) for name, part in elements.items()])
+    return sequence([part if name in required else _optional(part) for name, part in elements.items()])
 
 
 def _joined(required: list[Format], others: list[Format], separator: str) -> Format:
     """Required elements, then optional elements, with a separator between the elements that are present."""
 
     def following(elements: list[Format]) -> list[Format]:
-        return [_optional(_sequence([const_string(separator), element])) for element in elements]
+        return [_optional(sequence([const_string(separator), element])) for element in elements]
 
     if required:
         between = [const_string(separator)] * (2 * len(required) - 1)
         between[::2] = required
-        return _sequence([*between, *following(others)])
+        return sequence([*between, *following(others)])
     if not others:
         return const_string("")
-    return _optional(_or([_sequence([first, *following(others[i + 1 :])]) for i, first in enumerate(others)]))
+    return _optional(_or([sequence([first, *following(others[i + 1 :])]) for i, first in enumerate(others)]))
+
+
+def json_object_in_any_order(schema: Mapping[str, Any]) -> Format | None:
+    """Return the format of a JSON object with the listed properties in any order; None if the schema has other
+    constraints on the object."""
+    properties, required = schema.get("properties") or {}, set(schema.get("required", ()))
+    is_plain = not schema.keys() - OBJECT_KEYWORDS and not schema.keys() & {"$defs", "definitions"}
+    if not is_plain or isinstance(schema.get("additionalProperties"), dict) or not required <= properties.keys():
+        return None
+    elements = {
+        name: sequence([const_string(f"{to_json(name)}: "), json_format(part, {})]) for name, part in properties.items()
+    }
+    if len(elements) < 2:
+        return None
+    arguments = arguments_sequence(schema, elements, ", ", re.compile(".*", re.DOTALL), any_order=True)
+    return sequence([const_string("{"), arguments, const_string("}")])
 
 
 def value_format(schema: Any, root: Mapping[str, Any], end: str, depth: int = 0) -> Format:
@@ -223,7 +251,8 @@ def text_without(end: str) -> Format:
     return {"type": "regex", "pattern": f"([^{first}]|{first}({again})*({other}))*({first}({again})*{partial})?"}
 
 
-def _sequence(elements: list[Format]) -> Format:
+def sequence(elements: list[Format]) -> Format:
+    """Return the format of several formats in a fixed order."""
     return {"type": "sequence", "elements": elements} if elements else const_string("")
 
 

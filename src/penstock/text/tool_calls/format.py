@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from penstock.text.markers import split_at_marker
@@ -14,6 +15,37 @@ from penstock.text.message import MessagePart, TextPart, ToolCall
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Tool name → JSON schema of its arguments."""
+
+
+class UnmarkedCalls(NamedTuple):
+    """Regular expressions for the beginning of an answer that may be a call without a start marker. Their syntax is
+    common to Python and Rust."""
+
+    start: str
+    """Character with which the calls begin."""
+    heads: Mapping[str, str]
+    """Tool name → beginning of a call of the tool, up to its arguments."""
+    escape: str
+    """Shortest text that is certainly not the beginning of a call."""
+    unknown: str
+    """Beginning of a call of an unknown tool."""
+
+
+def text_except(texts: Sequence[str], character: Callable[[str], str], end: str) -> str:
+    """Regular expression for a text with ``end`` after it, except for the texts ``texts``.
+
+    Args:
+        character: returns the expression for a character of the text that is not in the argument.
+        end: expression that does not begin with a character of the text.
+    """
+
+    def after(rest: Sequence[str]) -> str:
+        firsts = sorted({text[0] for text in rest if text})
+        parts = [f"{character(''.join(firsts))}({character('')})*{end}", *([] if "" in rest else [end])]
+        parts += [re.escape(first) + after([text[1:] for text in rest if text[:1] == first]) for first in firsts]
+        return f"({'|'.join(parts)})"
+
+    return after(texts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +66,15 @@ class ToolCallFormat(ABC):
     """Texts that must be detokenized even if they are special tokens."""
     allow_unmarked: bool = False
     """True if a call at the beginning of an answer needs no start marker."""
+    answer_start: str = ""
+    """Text before an answer that may also be calls."""
+    single: bool = False
+    """True if the model makes one call at a time."""
+    constrainable: bool = True
+    """False if a start marker also begins other texts, so that a grammar must not apply from it on."""
+    escape: str = ""
+    """Pattern of the beginning of an answer without a start marker that is no call (``UnmarkedCalls.escape``), if a
+    grammar ensures that all others are calls; empty: the parser decides at the end of what may be a call."""
 
     # Parts of the text of a forced call:
     call_id: tuple[str, int] = ("call_", 24)
@@ -64,6 +105,36 @@ class ToolCallFormat(ABC):
         Raises ``PenstockError`` (``unsupported``) if this format cannot enforce the schema.
         """
 
+    def unordered_arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the structural tag format of a call's arguments, in any order if this is possible.
+
+        Raises ``PenstockError`` (``unsupported``) if this format cannot enforce the schema.
+        """
+        return self.arguments_format(schema)
+
+    @abstractmethod
+    def any_arguments_format(self) -> dict[str, Any]:
+        """Return the structural tag format of arguments that follow no schema."""
+
+    def before_arguments(self) -> dict[str, Any]:
+        """Structural tag format of the text between a call's name and its arguments."""
+        return {"type": "const_string", "value": self.call_start[1]}
+
+    def unmarked_calls(self, names: Sequence[str]) -> UnmarkedCalls | None:
+        """Return the patterns of calls of these tools without a start marker; None if calls need a start marker."""
+        return None
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        """Texts that begin a call in an answer."""
+        return self.start_markers
+
+    def heads(self) -> list[str]:
+        """Texts from a trigger to the name of the first call, one for each trigger."""
+        whole = self.prefix + self.call_start[0]
+        unmarked = next((whole[len(one) :] for one in self.triggers if whole.startswith(one)), whole)
+        return [whole[whole.index(one) :] if one in whole else one + unmarked for one in self.triggers]
+
     def written_name(self, name: str) -> str:
         """A tool's name as written between the two texts of ``call_start``."""
         return name
@@ -93,6 +164,7 @@ class ToolCallParser(ABC):
         self.calls: list[ToolCall] = []
         """The calls so far; the last one may still grow."""
         self._start_markers, self._end_markers, self._separators = form.start_markers, form.end_markers, separators
+        self._escape = re.compile(form.escape, re.DOTALL) if form.escape else None
         self.has_cut_head = False
         """True if the text ended before the arguments of a call began; that call is dropped."""
         self.new_id: Callable[[], str] = form.new_id
@@ -112,6 +184,11 @@ class ToolCallParser(ABC):
         while self._step(last):
             pass
         return self._parts
+
+    def _is_escaped(self, ahead: str) -> bool:
+        """True if the beginning of an answer is no call (``ToolCallFormat.escape``)."""
+        is_unmarked = not (self._marker or self.calls)
+        return is_unmarked and self._escape is not None and self._escape.match(ahead) is not None
 
     # States of the parser. Each processes the held text and returns True to continue with the next state.
 

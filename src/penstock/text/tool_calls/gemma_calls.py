@@ -19,7 +19,9 @@ from .forced_values import (
     is_plain_object,
     json_format,
     repeated,
+    sequence,
     string_format,
+    text_without,
     typed_formats,
 )
 from .format import Schemas, ToolCallFormat, ToolCallParser
@@ -50,13 +52,23 @@ class GemmaFormat(ToolCallFormat):
     def arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         return self._members(schema, schema, 0)
 
-    def _members(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Format:
+    def unordered_arguments_format(self, schema: Mapping[str, Any]) -> Format:
+        return self._members(schema, schema, 0, any_order=True)
+
+    def any_arguments_format(self) -> Format:
+        quote = const_string(self.quote)
+        value = choice([sequence([quote, text_without(self.quote), quote]), json_format({"type": "number"}, {})])
+        return repeated(sequence([{"type": "regex", "pattern": KEY.pattern}, const_string(":"), value]), ",")
+
+    def _members(
+        self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int, any_order: bool = False
+    ) -> Format:
         """Format of the members of an object, without its braces."""
         elements: dict[str, Format] = {
             name: {"type": "tag", "begin": f"{name}:", "content": self._value(part, root, depth), "end": ""}
             for name, part in schema.get("properties", {}).items()
         }
-        return arguments_sequence(schema, elements, ",", KEY)
+        return arguments_sequence(schema, elements, ",", KEY, any_order)
 
     def _value(self, schema: Any, root: Mapping[str, Any], depth: int) -> Format:
         """Format of a value."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .brace_scanner import BraceScanner
-from .format import Schemas, ToolCallFormat, ToolCallParser
+from .forced_values import json_object_in_any_order
+from .format import Schemas, ToolCallFormat, ToolCallParser, UnmarkedCalls, text_except
 from .values import is_beginning, is_text, json_text
 
+_SPACE = r"[ \n\r\t]*"
 NAME_AND_ARGUMENTS = re.compile(
-    r'\{\s*("tool_call_id"\s*:\s*"[^"\\]{0,64}"\s*,\s*)?"(tool_)?name"\s*:\s*"(?P<name>([^"\\]|\\.){1,256})"\s*,\s*"(arguments|parameters|args)"\s*:\s*(?=\{)'
+    rf'\{{{_SPACE}("tool_call_id"{_SPACE}:{_SPACE}"[^"\\]{{0,64}}"{_SPACE},{_SPACE}'
+    rf'|"type"{_SPACE}:{_SPACE}"function"{_SPACE},{_SPACE})?'
+    rf'"(tool_)?name"{_SPACE}:{_SPACE}"(?P<name>([^"\\]|\\.){{1,256}})"{_SPACE},{_SPACE}'
+    rf'"(arguments|parameters|args)"{_SPACE}:{_SPACE}(?=\{{)'
 )
 """Beginning of an object with name and arguments, up to the arguments."""
 NAME_AS_KEY = re.compile(r'\{\s*"(?P<name>([^"\\]|\\.){1,256})"\s*:\s*(?=\{)')
@@ -22,6 +27,38 @@ HEADER_NAME = re.compile(r"[\w.:/-]{0,128}", re.ASCII)
 """Pattern of the name before ``JSONFormat.header_end``."""
 MAX_NAME_LENGTH = 512
 """Maximum number of characters between a start marker and the arguments."""
+
+
+_STRING = r'"([^"\\]|\\.)*"'
+_BEFORE_NAME = rf'\{{{_SPACE}("type"{_SPACE}:{_SPACE}"function"{_SPACE},{_SPACE})?'
+_NO_STRING = r'[^ \n\r\t"]'
+"""First character of a value that is no string."""
+
+
+def _string_except(texts: Sequence[str]) -> str:
+    """Regular expression for a JSON string, except for ``texts``."""
+    return '"' + text_except(texts, lambda excluded: rf'([^"\\{re.escape(excluded)}]|\\.)', '"')
+
+
+def unmarked_objects(names: Sequence[str]) -> UnmarkedCalls:
+    """Patterns of calls that are objects with name and arguments."""
+    colon, comma = f"{_SPACE}:{_SPACE}", f"{_SPACE},{_SPACE}"
+    before_name = f'{_BEFORE_NAME}"name"{colon}'
+    arguments = f'{comma}"(arguments|parameters|args)"'
+    no_calls = (
+        f"{_BEFORE_NAME}({_NO_STRING}|{_string_except(('name', 'type'))})",
+        rf'\{{{_SPACE}"type"{_SPACE}([^ \n\r\t:]|:{_SPACE}({_NO_STRING}|{_string_except(("function",))}))',
+        rf'\{{{_SPACE}"type"{colon}"function"{_SPACE}([^ \n\r\t,]|,{_SPACE}"type")',
+        rf'{_BEFORE_NAME}"name"{_SPACE}([^ \n\r\t:]|:{_SPACE}({_NO_STRING}|{_STRING}{_SPACE}[^ \n\r\t,]))',
+        f"{before_name}{_STRING}{comma}({_NO_STRING}|{_string_except(('arguments', 'parameters', 'args'))})",
+        rf"{before_name}{_string_except(names)}{arguments}{_SPACE}([^ \n\r\t:]|:{_SPACE}[^ \n\r\t{{])",
+    )
+    return UnmarkedCalls(
+        start="{",
+        heads={name: f'{before_name}"{re.escape(name)}"{arguments}{colon}' for name in names},
+        escape=f"({'|'.join(no_calls)})",
+        unknown=rf"{before_name}{_string_except(names)}{arguments}{colon}\{{",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +94,19 @@ class JSONFormat(ToolCallFormat):
 
     def arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         return {"type": "json_schema", "json_schema": schema, "separators": [", ", ": "]}
+
+    def unmarked_calls(self, names: Sequence[str]) -> UnmarkedCalls | None:
+        return unmarked_objects(names) if self.allow_unmarked and not self.header_end else None
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        return (self.header_end,) if self.header_end else self.start_markers
+
+    def unordered_arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return json_object_in_any_order(schema) or self.arguments_format(schema)
+
+    def any_arguments_format(self) -> dict[str, Any]:
+        return self.arguments_format({"type": "object"})
 
     def may_be_name(self, text: str) -> bool:
         """Check whether a text is a prefix of ``name_pattern``: some suffix of an example completes it."""
@@ -126,6 +176,8 @@ class _JSONCallParser(ToolCallParser):
     def _read_object(self, last: bool) -> bool:
         """Read an object with name and arguments, up to the arguments."""
         ahead = self._held.lstrip(self._form.lead)
+        if self._is_escaped(ahead):
+            return self._reject()
         if head := self._form.head.match(ahead):
             self._begin(json_text(head["name"]), in_object=True)
             self._held = ahead[head.end() :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any, ClassVar
 
 from .json_calls import NAME_AS_KEY, JSONFormat
 
@@ -181,6 +182,7 @@ XLAM = replace(
     start_markers=("[TOOL_CALLS]", "<tool_call>", "```json"),
     end_markers=("]", "</tool_call>", "```"),
     marker_tokens=("[TOOL_CALLS]", "<tool_call>", "</tool_call>"),
+    constrainable=False,  # ```json also begins blocks that are no calls
     allow_unmarked=True,
     prefix="[",
 )
@@ -279,6 +281,25 @@ KIMI_K2 = JSONFormat(
 """``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`` for each call, in a section.
 The text before the arguments is the call's id, which the template needs in later turns: Kimi-K2."""
 
+
+class HarmonyFormat(JSONFormat):
+    """Calls in messages to functions (``text.harmony``)."""
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        return ("to=functions.",)
+
+    def heads(self) -> list[str]:
+        return list(self.triggers)
+
+    def before_arguments(self) -> dict[str, Any]:
+        texts = [f"{channel}{kind}<|message|>" for channel in ("", "<|channel|>commentary") for kind in self.kinds]
+        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
+
+    kinds: ClassVar = (" <|constrain|>json", " json", "")
+    """Texts with the type of the arguments."""
+
+
 GIGACHAT3 = JSONFormat(
     parsers=("gigachat3",),
     template_markers=("<|role_sep|>", "function call"),
@@ -348,7 +369,7 @@ INKLING = JSONFormat(
 """``<|message_model|>name<|content_invoke_tool_json|>{"name": …, "args": {…}}<|end_message|>`` for each call:
 Inkling."""
 
-HARMONY = JSONFormat(
+HARMONY = HarmonyFormat(
     parsers=("openai", "gpt-oss"),
     template_markers=("<|channel|>", "<|call|>"),
     start_markers=("<|channel|>commentary to=functions.",),
@@ -356,6 +377,8 @@ HARMONY = JSONFormat(
     marker_tokens=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
     call_start=("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
     separator="<|end|><|start|>assistant",
+    answer_start="<|channel|>final<|message|>",
+    single=True,
 )
 """``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>``: gpt-oss. ``text.harmony`` parses
 the answers."""

@@ -19,7 +19,9 @@ from .forced_values import (
     is_plain_object,
     json_format,
     repeated,
+    sequence,
     string_format,
+    text_without,
     typed_formats,
 )
 from .format import Schemas, ToolCallFormat, ToolCallParser
@@ -56,10 +58,20 @@ class NestedFormat(ToolCallFormat):
     def arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         return self._members(schema, schema, 0)
 
-    def _members(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Format:
+    def unordered_arguments_format(self, schema: Mapping[str, Any]) -> Format:
+        return self._members(schema, schema, 0, any_order=True)
+
+    def any_arguments_format(self) -> Format:
+        key: Format = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]{0,127}"}  # the end tag is not compared
+        tags = [sequence([const_string(f"{self.mark}<{slash}"), key, const_string(">")]) for slash in ("", "/")]
+        return {"type": "star", "content": sequence([tags[0], text_without(self.string_stop), tags[1]])}
+
+    def _members(
+        self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int, any_order: bool = False
+    ) -> Format:
         """Format of the elements of an object."""
         elements = {name: self._element(name, part, root, depth) for name, part in schema.get("properties", {}).items()}
-        return arguments_sequence(schema, elements, key=KEY)
+        return arguments_sequence(schema, elements, key=KEY, any_order=any_order)
 
     def _element(self, name: str, schema: Any, root: Mapping[str, Any], depth: int) -> Format:
         """Format of an element."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import string
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .forced_values import arguments_sequence, json_format
-from .format import Schemas, ToolCallFormat, ToolCallParser
+from .format import Schemas, ToolCallFormat, ToolCallParser, UnmarkedCalls, text_except
 from .values import literal
 
 NAME = r"[\w.:/-]{1,128}"
@@ -25,6 +26,29 @@ KEY_SO_FAR = re.compile(rf"{SPACE}({KEY_NAME}{SPACE})?", re.ASCII)
 BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
+NAME_CHARACTERS = string.ascii_letters + string.digits + "_.:/-"
+
+
+def _name_character(excluded: str) -> str:
+    return f"[{re.escape(''.join(char for char in NAME_CHARACTERS if char not in excluded))}]"
+
+
+def unmarked_lists(names: Sequence[str]) -> UnmarkedCalls:
+    """Patterns of calls that are lists in Python syntax."""
+    one, space, key = _name_character(""), r"[ \n\r\t\f\v]", r"[^ \n\r\t\f\v<>\"'=(),\[\]{}]"
+    unknown = rf"\[{space}*" + text_except(names, _name_character, rf"\({space}*")
+    no_calls = (
+        rf"\[{space}*([^ \n\r\t\f\v{one[1:-1]}]|{one}+[^({one[1:-1]}])",
+        rf"{unknown}([<>\"'=(,\[\]{{}}]|{key}+{space}*([<>\"'(),\[\]{{}}]|==)|{key}+{space}+{key})",
+    )
+    return UnmarkedCalls(
+        start="[",
+        heads={name: rf"\[{space}*{re.escape(name)}\(" for name in names},
+        escape=f"({'|'.join(no_calls)})",
+        unknown=rf"{unknown}(\)|{key}+{space}*=[^=])",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PythonicFormat(ToolCallFormat):
     """Python calls with keyword arguments, in a list or one per line. Values are Python or JSON literals."""
@@ -32,15 +56,34 @@ class PythonicFormat(ToolCallFormat):
     in_list: bool = True
     """True if the calls are in brackets."""
 
+    def unmarked_calls(self, names: Sequence[str]) -> UnmarkedCalls | None:
+        return unmarked_lists(names) if self.allow_unmarked else None
+
+    def any_arguments_format(self) -> dict[str, Any]:
+        argument = [
+            {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]{0,127}="},
+            json_format({}, {}),
+        ]
+        one = {"type": "sequence", "elements": argument}
+        more = {"type": "sequence", "elements": [{"type": "const_string", "value": ", "}, one]}
+        elements = [one, {"type": "star", "content": more}]
+        return {"type": "optional", "content": {"type": "sequence", "elements": elements}}
+
     def parser(self, schemas: Schemas) -> ToolCallParser:
         return _PythonicCallParser(self)
 
     def arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return self._arguments(schema, any_order=False)
+
+    def unordered_arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return self._arguments(schema, any_order=True)
+
+    def _arguments(self, schema: Mapping[str, Any], any_order: bool) -> dict[str, Any]:
         elements = {
             name: {"type": "tag", "begin": f"{name}=", "content": json_format(part, schema), "end": ""}
             for name, part in schema.get("properties", {}).items()
         }
-        return arguments_sequence(schema, elements, ", ", re.compile(KEY_NAME))
+        return arguments_sequence(schema, elements, ", ", re.compile(KEY_NAME), any_order)
 
 
 class _PythonicCallParser(ToolCallParser):
@@ -64,7 +107,7 @@ class _PythonicCallParser(ToolCallParser):
         if not ahead:
             return self._wait_for_head(last)
         self._in_list = ahead.startswith("[")
-        if self._form.in_list and not self._in_list:
+        if (self._form.in_list and not self._in_list) or self._is_escaped(ahead):
             return self._reject()
         ahead, self._open = ahead[self._in_list :], True
         if self._read_call(ahead):

@@ -10,7 +10,18 @@ from typing import Any
 
 from penstock.text.markers import partial_match_length, split_at_marker
 
-from .forced_values import Format, arguments_sequence, json_format, string_format, typed_formats, value_format
+from .forced_values import (
+    Format,
+    arguments_sequence,
+    choice,
+    const_string,
+    json_format,
+    sequence,
+    string_format,
+    text_without,
+    typed_formats,
+    value_format,
+)
 from .format import Schemas, ToolCallFormat, ToolCallParser
 from .values import STRING, Types, typed_value, types_of
 
@@ -56,10 +67,30 @@ class XMLFormat(ToolCallFormat):
     line: str = "\n"
     """Text between two elements of a forced call."""
 
+    def any_arguments_format(self) -> Format:
+        begin, key_end = self.parameter
+        before = f"{self.line}{self.value_start}" if self.value_start else ""
+        around = "\n" if self.trim_newlines else ""
+        text = text_without(self.value_stop or self.value_end)
+        value = sequence([const_string(f"{before}{around}"), text])
+        if self.kinds:
+            other = sequence([const_string(self._kind_text("number")), json_format({"type": "number"}, {})])
+            value = choice([sequence([const_string(self._kind_text("string")), text]), other])
+        key: Format = {"type": "regex", "pattern": "[^\\s<>\"'=()&]{1,128}"}
+        end = const_string(f"{around}{self.value_end}{self.line}")
+        argument = sequence([const_string(begin), key, const_string(key_end), value, end])
+        return {"type": "star", "content": argument}
+
     def parser(self, schemas: Schemas) -> ToolCallParser:
         return _XMLCallParser(self, schemas)
 
     def arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return self._arguments(schema, any_order=False)
+
+    def unordered_arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        return self._arguments(schema, any_order=True)
+
+    def _arguments(self, schema: Mapping[str, Any], any_order: bool) -> dict[str, Any]:
         begin, key_end = self.parameter
         before = f"{self.line}{self.value_start}" if self.value_start else ""
         around = "\n" if self.trim_newlines else ""
@@ -83,7 +114,7 @@ class XMLFormat(ToolCallFormat):
                 for kind, value in values
             ]
             elements[name] = {"type": "or", "elements": alternatives}
-        return arguments_sequence(schema, elements)
+        return arguments_sequence(schema, elements, any_order=any_order)
 
     def _kind_text(self, kind: str) -> str:
         """Text of a JSON type."""
