@@ -66,9 +66,9 @@ def scripted_model(folder: Path, *replies: str, max_model_len: int = 1 << 18) ->
     chains: list[list[int]] = []
     for reply in replies:
         chains.append([])
-        for chunk in _chunks(reply, seen):
+        for chunk in _chunks("".join(letters[byte] for byte in reply.encode()), seen):
             chains[-1].append(len(vocabulary))
-            vocabulary["".join(letters[byte] for byte in chunk.encode())] = len(vocabulary)
+            vocabulary[chunk] = len(vocabulary)
     # A grammar would not accept a marker in pieces if it were an added token.
     added = [token for token in content["added_tokens"] if "tool_call" not in token["content"]]
     starts = [{**added[0], "content": f"<|reply_{number}|>"} for number in range(len(replies))]
