@@ -57,3 +57,24 @@ def test_unloaded_adapter_does_not_return_with_new_engine(tmp_path: Path) -> Non
         assert answer.status_code == 200, answer.text
         asyncio.run(storm.replace_engines(server))
         assert [model["id"] for model in httpx.get(f"{server.url}/models").json()["data"]] == [server.name]
+
+
+@pytest.mark.slow
+def test_api_process_without_cpu_time_misses_a_restart() -> None:
+    """When it runs again, it learns of two replacements at once; the first new engine has already ended."""
+    with Served(*BLOCKS) as server:
+        (api,), (first,) = server.pids["api"], server.pids["engine"]
+        os.kill(api, signal.SIGSTOP)
+        os.kill(server.pid, signal.SIGHUP)
+        second = int(server.find(rf"engine process {first} was replaced by (\d+)")[1])
+        os.kill(server.pid, signal.SIGHUP)
+        server.find(f"engine process {second} was replaced by")
+        os.kill(api, signal.SIGCONT)
+        answer = httpx.post(f"{server.url}/completions", json={"prompt": "The sea", "max_tokens": 3}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        asyncio.run(storm.eventually(lambda: one_replica(server)))
+
+
+async def one_replica(server: Served) -> None:
+    """Metrics per replica exist only for several replicas."""
+    assert "penstock:replica_" not in httpx.get(f"{server.root}/metrics").text

@@ -130,7 +130,10 @@ class EnginePool:
         removed = [replica for replica in local if replica.address not in addresses]
         adapters = self.adapters
         for replica, address in zip(removed, added, strict=True):
-            replica.successor = self._add(address, position=self._replicas.index(replica), adapters=adapters)
+            successor = self._add(address, position=self._replicas.index(replica), adapters=adapters)
+            for each in self._replicas:  # a successor that is replaced before it has connected has a predecessor
+                if each is replica or each.successor is replica:
+                    each.successor = successor
         return bool(added)
 
     async def connected(self, timeout: float | None = None) -> None:
