@@ -78,7 +78,8 @@ def mcp_url(folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path, mcp_url: str) -> Iterator[Served]:
+def flags(folder: Path, mcp_url: str) -> list[str]:
+    """Flags of a server with the model, MCP servers and small limits."""
     stdio = {"command": sys.executable, "args": [TOOLS, "stdio", str(folder)], "env": {"SECRET": "of-the-process"}}
     servers = {
         "tools": {"type": "http", "url": mcp_url, "headers": {"X-Secret": "of-the-configuration"}},
@@ -89,15 +90,26 @@ def served(folder: Path, mcp_url: str) -> Iterator[Served]:
     (folder / "mcp.json").write_text(json.dumps({"mcpServers": servers}))
     model = scripted_model(folder / "model", *REPLIES)
     (folder / "calls").touch()
-    flags = ["--mcp-config", str(folder / "mcp.json"), "--storage-dir", str(folder / "storage")]
-    limits = ["--mcp-max-rounds", "3", "--mcp-max-result-size", "1000", "--mcp-timeout", "600"]
-    with Served("--model", str(model), "--served-model-name", "scripted", *flags, *limits) as server:
+    flags = ["--mcp-config", str(folder / "mcp.json"), "--model", str(model), "--served-model-name", "scripted"]
+    return [*flags, "--mcp-max-rounds", "3", "--mcp-max-result-size", "1000", "--mcp-timeout", "600"]
+
+
+@pytest.fixture(scope="module")
+def served(flags: list[str], folder: Path) -> Iterator[Served]:
+    with Served(*flags, "--storage-dir", str(folder / "storage")) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def client(served: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def unconstrained_client(flags: list[str]) -> Iterator[openai.OpenAI]:
+    """Client of a server whose model can call tools that do not exist."""
+    with Served(*flags, "--tool-strictness", "off") as server:
+        yield openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
 
 
 @pytest.fixture
@@ -256,8 +268,10 @@ def test_approval_in_stored_conversations(client: openai.OpenAI, calls: Path) ->
 
 
 @BOTH
-def test_failed_calls_are_items_that_the_model_sees(client: openai.OpenAI, calls: Path, ask: Any) -> None:
-    response = ask(client, **request(5))
+def test_failed_calls_are_items_that_the_model_sees(
+    unconstrained_client: openai.OpenAI, calls: Path, ask: Any
+) -> None:
+    response = ask(unconstrained_client, **request(5))
     assert kinds(response) == ["mcp_list_tools", "mcp_call", "mcp_call", "mcp_call", "message"]
     _, add, fail, nothing, _ = response.output
     assert (add.output, add.error) == ("2", None)
@@ -287,12 +301,16 @@ def test_functions_of_the_client_end_the_loop(client: openai.OpenAI, ask: Any) -
     assert ask(client, **request(9, *tools, input=history)).output_text == "It is sunny."
 
 
-def test_allowed_tools_and_tool_choice(client: openai.OpenAI, calls: Path) -> None:
+def test_allowed_tools_and_tool_choice(
+    client: openai.OpenAI, unconstrained_client: openai.OpenAI, calls: Path
+) -> None:
     for allowed in (["add"], {"tool_names": ["add", "delete"], "read_only": True}):
-        response = client.responses.create(**request(3, mcp(allowed_tools=allowed)))
+        fields = request(3, mcp(allowed_tools=allowed))
+        response = unconstrained_client.responses.create(**fields)
         assert [tool.name for tool in response.output[0].tools] == ["add"]
         assert "has no tool delete" in response.output[1].error
-    assert calls.read_text() == ""
+        assert client.responses.create(**fields).output[1].name == "add"
+    assert "delete" not in calls.read_text()
     choice: Any = {"type": "mcp", "server_label": "tools", "name": "fail"}
     forced = client.responses.create(**request(0, tool_choice=choice, max_output_tokens=400))
     assert forced.output[1].name == "fail"

@@ -318,12 +318,12 @@ def test_tool_calls_run_command_or_ask_for_result(remote: bool, tmp_path: Path, 
 
 def test_mcp_tools_are_called_after_confirmation(tmp_path: Path) -> None:
     call = tool_call("tools__add", a=2, b=3)
-    model = scripted_model(tmp_path / "model", call, "That is all.", max_model_len=2048)
+    model = scripted_model(tmp_path / "model", call, "That is all.", max_model_len=8192)
     tools = {"command": sys.executable, "args": [str(TESTS / "support/mcp_tools.py"), "stdio", str(tmp_path)]}
     (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"tools": tools}}))
     saved = tmp_path / "saved.json"
     lines = ["Go!", "y", "Go!", "n", "six", "Go!", "a", "Go!", f"/save {saved}", "/tools"]
-    arguments = (str(model), "--num-gpu-blocks-override", "200", "--mcp-config", str(tmp_path / "mcp.json"))
+    arguments = (str(model), "--num-gpu-blocks-override", "600", "--mcp-config", str(tmp_path / "mcp.json"))
     result = run_piped(*arguments, lines=lines)
     assert result.returncode == 0, result.stderr
     shown = result.stdout.splitlines()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
 from penstock import demo
 
@@ -32,8 +32,18 @@ def copying_model(folder: Path, template: str, markers: Sequence[str] = ()) -> P
     new = [marker for marker in markers if marker not in tokenizer.get_vocab()]
     tokenizer.add_tokens([AddedToken(marker, special=True, normalized=False) for marker in new])
     tokenizer.chat_template = template
-    end = int(tokenizer.eos_token_id)
-    config = LlamaConfig(
+    return save_copying_model(folder, tokenizer, OFFSET, 4096)
+
+
+def save_copying_model(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, offset: int, max_model_len: int, *, sliding_window: bool = False
+) -> Path:
+    """Write a checkpoint that predicts the token ``offset`` positions before the last one.
+
+    Args:
+        sliding_window: limit the attention to ``offset`` tokens, for long prompts.
+    """
+    config = MistralConfig(
         vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=4 * CODE,
         intermediate_size=64,
@@ -41,14 +51,15 @@ def copying_model(folder: Path, template: str, markers: Sequence[str] = ()) -> P
         num_attention_heads=1,
         num_key_value_heads=1,
         head_dim=CODE,
-        max_position_embeddings=4096,
+        max_position_embeddings=max_model_len,
+        sliding_window=offset + 1 if sliding_window else None,
         rope_theta=50.0,
         tie_word_embeddings=False,
-        eos_token_id=end,
+        eos_token_id=int(tokenizer.eos_token_id),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
-    model = LlamaForCausalLM(config).float()
+    model = MistralForCausalLM(config).float()
     codes = torch.randn(config.vocab_size, CODE, generator=torch.Generator().manual_seed(1)).sign()
     frequencies = 50.0 ** -(torch.arange(0, CODE, 2) / CODE)
     attention = model.model.layers[0].self_attn
@@ -60,7 +71,7 @@ def copying_model(folder: Path, template: str, markers: Sequence[str] = ()) -> P
         embedding[:, 0], embedding[:, CODE : 2 * CODE] = 1, codes
         attention.k_proj.weight[: CODE // 2, 0] = 10
         attention.q_proj.weight[:, 0] = 10 * torch.cat(
-            [torch.cos(OFFSET * frequencies), -torch.sin(OFFSET * frequencies)]
+            [torch.cos(offset * frequencies), -torch.sin(offset * frequencies)]
         )
         attention.v_proj.weight[:, CODE : 2 * CODE] = torch.eye(CODE)
         attention.o_proj.weight[2 * CODE : 3 * CODE] = torch.eye(CODE)
