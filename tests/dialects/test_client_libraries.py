@@ -58,7 +58,7 @@ def test_llama_index_chats_calls_tools_and_embeds(servers: Servers, tmp_path: Pa
     script = SUPPORT / "llama_index_client.py"
     document = json.loads(run(programs("llama_index") / "python", script, servers.get().root, cwd=tmp_path))
     for api in ("openai", "ollama"):
-        assert (document[api]["answer"], document[api]["streamed"]) == (ANSWER, ANSWER) and document[api]["pieces"] > 2
+        assert (document[api]["answer"], document[api]["streamed"]) == (ANSWER, ANSWER) and document[api]["pieces"] > 1
         assert document[api]["calls"] == WEATHER and "21" in document[api]["agent"]
     assert document["index"] == ANSWER and document["dimensions"] == [256, 256]
 
@@ -75,7 +75,7 @@ def test_ai_sdk_generates_calls_tools_and_embeds(servers: Servers, tmp_path: Pat
     document: dict[str, Any] = json.loads(run("node", folder / "ai_sdk.mjs", servers.get().root, cwd=tmp_path))
     assert document["dimensions"] == [256, 256] and len(document["said"]) == 4
     for api, result in document["said"].items():
-        assert result["answer"] == "".join(result["pieces"]) == ANSWER and len(result["pieces"]) > 2, api
+        assert result["answer"] == "".join(result["pieces"]) == ANSWER and len(result["pieces"]) > 1, api
         assert result["finish"] == ["stop", "stop"] and result["usage"] == [[20, 13], [20, 13]], api
         assert result["calls"] == [WEATHER, []] and "21" in result["agent"], api
         assert result["forced"] == ["get_weather"] and list(result["object"]) == ["n"], api

@@ -331,6 +331,18 @@ def test_structural_tag_may_be_an_added_token(llm: LLM) -> None:
         assert "city" in json.loads(inside)
 
 
+def test_text_before_added_token_ends_a_repetition(llm: LLM) -> None:
+    """The text before the added token is also the start of the separator."""
+    tags = [tag_format("tag", begin="<a>", content=tag_format("const_string", value=""), end="</a>")]
+    repeated = tag_format("tags_with_separator", separator="\n<b>", at_least_one=True, tags=tags)
+    end = tag_format("const_string", value="\n</tool_call>")
+    constraint = guided(structural_tag={"format": tag_format("sequence", elements=[repeated, end])})
+    mark = llm.get_tokenizer().token_to_id("</tool_call>")
+    params = sampling(constraint, logit_bias={mark: 100}, max_tokens=60, skip_special_tokens=False)
+    text = llm.chat(MESSAGES, params, use_tqdm=False)[0].outputs[0].text
+    assert re.fullmatch(r"<a></a>(\n<b><a></a>)*\n</tool_call>", text)
+
+
 @pytest.mark.parametrize("keyword", REFUSED)
 def test_unsupported_keyword_is_refused_by_name(llm: LLM, keyword: str) -> None:
     named = {"lenient": "not", "nothing": "no output matches it"}.get(keyword, keyword)

@@ -272,9 +272,8 @@ class _LarkWriter:
         if (terminal := self._terminal(part)) is not None:
             return self._rule(terminal, name="TEXT") if terminal else ""
         match part:
-            case ConstStringFormat(text):
-                split = self._added_tokens.split(text)
-                return " ".join(f"<[{each}]>" if isinstance(each, int) else json.dumps(each) for each in split)
+            case ConstStringFormat():
+                return self._sequence([part])
             case JSONSchemaFormat(schema, separators):  # a separate rule, so that references resolve within it
                 return self._rule(f"%json {json.dumps(_with_options(schema, self._params, separators))}")
             case SequenceFormat():
@@ -311,15 +310,26 @@ class _LarkWriter:
         """Expression for consecutive formats, with adjacent terminals merged."""
         rules: list[str] = []
         run: list[str] = []
+
+        def end_run() -> None:
+            rules.extend([self._rule(" ".join(run), name="TEXT")] * bool(run))
+            run.clear()
+
         for part in parts:
             terminal = self._terminal(part)
-            if terminal is None:
-                rules += [self._rule(" ".join(run), name="TEXT")] * bool(run)
+            if terminal is not None:
+                run.extend([terminal] * bool(terminal))
+            elif isinstance(part, ConstStringFormat):  # the text around added tokens belongs to the adjacent terminals
+                for piece in self._added_tokens.split(part.text):
+                    if isinstance(piece, int):
+                        end_run()
+                        rules.append(f"<[{piece}]>")
+                    else:
+                        run.append(json.dumps(piece))
+            else:
+                end_run()
                 rules.append(self._format(part))
-                run = []
-            elif terminal:
-                run.append(terminal)
-        rules += [self._rule(" ".join(run), name="TEXT")] * bool(run)
+        end_run()
         return " ".join(rules)
 
     def _terminal(self, part: Format) -> str | None:
