@@ -1,7 +1,7 @@
 """Program in the environment of ``bfcl-eval``: list questions, generate answers, or evaluate them.
 
 python driver.py questions
-python driver.py answer THREADS
+python driver.py answer THREADS TEMPERATURE
 python driver.py evaluate CATEGORY ...
 
 Results and scores are in the folder ``BFCL_PROJECT_ROOT``; ``OPENAI_BASE_URL`` is the URL of the server.
@@ -66,9 +66,10 @@ def main(command: str, *arguments: str) -> None:
         case "questions":
             print(json.dumps([question for name in NON_LIVE_CATEGORY for question in questions(name)]))
         case "answer":
-            options = {"model": NAME, "test_category": "all", "result_dir": None, "run_ids": True, "temperature": 0.0}
-            logs = {"include_input_log": False, "exclude_state_log": True, "allow_overwrite": False}
-            generate(SimpleNamespace(**options, **logs, num_threads=int(arguments[0])))
+            threads, temperature = int(arguments[0]), float(arguments[1])
+            options = {"model": NAME, "test_category": "all", "run_ids": True, "result_dir": None}
+            options |= {"allow_overwrite": False, "include_input_log": False, "exclude_state_log": True}
+            generate(SimpleNamespace(**options, num_threads=threads, temperature=temperature))
         case "evaluate":
             evaluate([NAME], [*arguments], None, None, partial_eval=True)
 

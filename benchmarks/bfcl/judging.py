@@ -125,20 +125,23 @@ def fault(schemas: dict[str, Any], name: str, arguments: str) -> str:
 def table(run: Run) -> str:
     """Markdown table of the outcomes by category."""
     head = ["category", "too long", *Outcome, "share of well-formed", "with undeclared arguments", "score"]
+    head += ["score without malformed calls"]
     rows = []
     for category, answers in by_category(run.answers):
         outcomes = Counter(answer.outcome for answer in answers)
         too_long = run.too_long.get(category, 0) if category != ALL else sum(run.too_long.values())
         undeclared = sum(bool(answer.undeclared) for answer in answers)
         counts = [outcomes[outcome] for outcome in Outcome]
-        rows.append([category, too_long, *counts, well_formed(answers), undeclared, score(answers)])
+        rows.append(
+            [category, too_long, *counts, well_formed(answers), undeclared, score(answers), strict_score(answers)]
+        )
     return markdown(head, rows)
 
 
 def comparison(base: Run, run: Run) -> str:
     """Markdown table of a run compared with another one: scores, and answers that are the same."""
     both = (base.name, run.name)
-    head = ["category", *(f"{what}: {name}" for what in ("score", "share of well-formed") for name in both)]
+    head = ["category", *(f"{what}: {name}" for what in SHARES for name in both)]
     head += ["answers without a call: same", "well-formed calls: same"]
     answers = {answer.id: answer for answer in run.answers}
     rows = []
@@ -152,7 +155,8 @@ def comparison(base: Run, run: Run) -> str:
             if first.outcome is second.outcome is Outcome.WELL_FORMED
         ]
         same = [f"{sum(equal)} of {len(equal)}" for equal in (texts, calls)]
-        rows.append([category, score(before), score(after), well_formed(before), well_formed(after), *same])
+        shares = [measured(answers) for measured in SHARES.values() for answers in (before, after)]
+        rows.append([category, *shares, *same])
     plain = [run.plain[key] == text for key, text in base.plain.items() if key in run.plain]
     return f"{markdown(head, rows)}\n\nAnswers without tools: {sum(plain)} of {len(plain)} are the same."
 
@@ -165,12 +169,15 @@ def faults(run: Run) -> Iterator[str]:
 
 
 def regressions(base: Run, run: Run) -> Iterator[str]:
-    """Lower scores, and other answers to questions without tools, compared with another run; a line each."""
+    """Lower scores, and changed answers without a call or without tools, compared with another run; a line each."""
     answers = {answer.id: answer for answer in run.answers}
     for category, before in by_category([answer for answer in base.answers if answer.id in answers]):
-        counts = [sum(answer.correct for answer in each) for each in (before, [answers[a.id] for a in before])]
-        if counts[1] < counts[0]:
-            yield f"{run.name}: {category}: {counts[1]} correct answers, {base.name} has {counts[0]}"
+        after = [answers[answer.id] for answer in before]
+        if points(after) < points(before):
+            yield f"{run.name}: {category}: {points(after)} correct answers, {base.name} has {points(before)}"
+    for answer in base.answers:
+        if answer.outcome is Outcome.NO_CALL and answers.get(answer.id, answer).text != answer.text:
+            yield f"{run.name}: {answer.id}: {answers[answer.id].text!r}, {base.name} has {answer.text!r}"
     for key, text in base.plain.items():
         if run.plain.get(key, text) != text:
             yield f"{run.name}: {key} without tools: {run.plain[key]!r}, {base.name} has {text!r}"
@@ -201,6 +208,16 @@ def score(answers: list[Answer]) -> str:
     return share(sum(answer.correct for answer in answers), len(answers))
 
 
+def strict_score(answers: list[Answer]) -> str:
+    """The score, where malformed calls and calls that were cut off are wrong."""
+    return share(points(answers), len(answers))
+
+
+def points(answers: list[Answer]) -> int:
+    """Number of correct answers without malformed calls."""
+    return sum(answer.correct and answer.outcome in (Outcome.NO_CALL, Outcome.WELL_FORMED) for answer in answers)
+
+
 def share(part: int, total: int) -> str:
     return f"{100 * part / total:.1f} %" if total else ""
 
@@ -209,3 +226,7 @@ def markdown(head: list[str], rows: list[list[Any]]) -> str:
     """Table whose first column is text."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+SHARES = {"score": score, "score without malformed calls": strict_score, "share of well-formed": well_formed}
+"""Compared shares by name."""
