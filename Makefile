@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export Q ?= What is the capital of Canada?
 
-.PHONY: serve test test-slow test-all test-install thorough executors exactness fuzz sanitize reliability reliability-pd lint docs docs-version docs-serve ask train clean
+.PHONY: serve test test-slow test-all test-install thorough executors exactness fuzz bfcl sanitize reliability reliability-pd lint docs docs-version docs-serve ask train clean
 
 # Options of `penstock serve`: make serve ARGS="--port 9000 --model /path/to/a/checkpoint"
 serve: .venv/ready
@@ -33,7 +33,7 @@ test-install: .venv/tools
 	$(BIN)/python -m pytest -rs tests/install/test_installed.py
 
 # Tests that take minutes to hours: those that `make test` skips, and large numbers of random schedules and requests.
-thorough: .venv/tools executors exactness fuzz
+thorough: .venv/tools executors exactness fuzz bfcl
 	$(BIN)/python -m pytest -m thorough tests
 	PENSTOCK_TOGETHER_HEAPS=2000 $(BIN)/python -m pytest tests/engine/test_together.py
 	PENSTOCK_PD_REQUESTS=2400 $(BIN)/python -m pytest tests/engine/test_prefill_decode.py
@@ -79,6 +79,11 @@ build/fuzz/%.txt: $(shell find src csrc tests/support/fuzz*.py -name '*.py' -o -
 	PENSTOCK_FUZZ_SEED=$* PENSTOCK_FUZZ_REQUESTS=5000 $(BIN)/python -m pytest -s tests/server/test_fuzz.py >$@.drawn \
 		|| { cat $@.drawn; exit 1; }
 	@mv $@.drawn $@
+
+# Tool calls of the Berkeley Function Calling Leaderboard, with and without constrained calls. Answers are in build/bfcl/, so that an
+# interrupted run resumes; they are repeated after code changes.
+bfcl: .venv/tools
+	$(BIN)/python benchmarks/bfcl
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: .venv/tools
