@@ -39,7 +39,7 @@ def test_text_stream_equals_whole_text(client: InferenceClient) -> None:
     assert "Ottawa" in text
     assert client.text_generation(PROMPT, return_full_text=True) == PROMPT + text
     chunks = list(client.text_generation(PROMPT, stream=True))
-    assert len(chunks) > 2 and "".join(chunks) == text + "<|im_end|>"  # as in TGI, only streams have special tokens
+    assert len(chunks) > 1 and "".join(chunks) == text + "<|im_end|>"  # as in TGI, only streams have special tokens
     assert len(Tokenizer(demo.CHAT).encode(client.text_generation(PROMPT, max_new_tokens=3))) == 3
 
 
