@@ -268,9 +268,7 @@ def test_approval_in_stored_conversations(client: openai.OpenAI, calls: Path) ->
 
 
 @BOTH
-def test_failed_calls_are_items_that_the_model_sees(
-    unconstrained_client: openai.OpenAI, calls: Path, ask: Any
-) -> None:
+def test_failed_calls_are_items_that_the_model_sees(unconstrained_client: openai.OpenAI, calls: Path, ask: Any) -> None:
     response = ask(unconstrained_client, **request(5))
     assert kinds(response) == ["mcp_list_tools", "mcp_call", "mcp_call", "mcp_call", "message"]
     _, add, fail, nothing, _ = response.output
@@ -301,9 +299,7 @@ def test_functions_of_the_client_end_the_loop(client: openai.OpenAI, ask: Any) -
     assert ask(client, **request(9, *tools, input=history)).output_text == "It is sunny."
 
 
-def test_allowed_tools_and_tool_choice(
-    client: openai.OpenAI, unconstrained_client: openai.OpenAI, calls: Path
-) -> None:
+def test_allowed_tools_and_tool_choice(client: openai.OpenAI, unconstrained_client: openai.OpenAI, calls: Path) -> None:
     for allowed in (["add"], {"tool_names": ["add", "delete"], "read_only": True}):
         fields = request(3, mcp(allowed_tools=allowed))
         response = unconstrained_client.responses.create(**fields)
