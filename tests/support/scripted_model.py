@@ -72,7 +72,7 @@ def scripted_model(folder: Path, *replies: str, max_model_len: int = 1 << 18) ->
     )
     end = str(tokenizer.eos_token)
     lengths = [len(tokenizer.encode(reply)) for reply in replies]
-    size = max(lengths) + 64  # room for outputs that a grammar makes longer
+    size = max(lengths) + 512  # room for outputs that a grammar makes longer
     padded = [reply + end * (size - length) for reply, length in zip(replies, lengths, strict=True)]
     tokenizer.chat_template = TEMPLATE.replace("REPLIES", json.dumps(padded)).replace("HEADER", json.dumps(HEADER))
     offset = size + len(tokenizer.encode(HEADER)) - 1
