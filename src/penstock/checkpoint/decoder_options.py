@@ -77,6 +77,8 @@ class DecoderOptions:
     """True for each layer with rotary embedding; empty: all layers."""
     attention_scale: float | None = None
     """Softmax scale; None: ``head_dim ** -0.5``."""
+    attention_gate: bool = False
+    """Multiply the output of attention by the sigmoid of a projection of its input (Qwen3-Next)."""
     attention_softcap: float = 0.0
     """Soft cap of the attention scores, ``cap * tanh(score / cap)`` (Gemma 2); 0: off."""
     attention_sinks: bool = False

@@ -15,6 +15,7 @@ from .experts_config import ExpertsConfig
 from .latent_config import LatentConfig
 from .rope import max_model_len_of_config, rope_parameters_of
 from .speech import SpeechConfig
+from .state_config import StateConfig
 from .stored_format import quantization_config_of, quantization_of
 
 COUNTED_WEIGHTS = "counted_weights"
@@ -33,6 +34,8 @@ ACTIVATIONS = {
 DTYPES = {name: name for name in ("float32", "bfloat16", "float16", "float64")}
 DTYPES |= {"float": "float32", "half": "float16", "double": "float64"}
 """``dtype`` → name of the dtype in torch."""
+LayerKind = Literal["attention", "state", "both", "mlp"]
+"""Parts of a layer before its MLP: attention, a layer with recurrent state, both in parallel, or neither."""
 ConfigJson = Mapping[str, Any]
 """``config.json`` as completed by ``read_config_json``."""
 MAX_COUNT = 2**24
@@ -82,6 +85,10 @@ class ModelConfig:
     """Mixture of experts; None for dense models."""
     latent: LatentConfig | None = None
     """Multi-head latent attention; None: grouped-query attention."""
+    layer_kinds: tuple[LayerKind, ...] = ()
+    """Kind of each layer; empty: attention in all layers."""
+    state: StateConfig | None = None
+    """Layers with recurrent state; None: no such layers."""
     options: DecoderOptions = field(default_factory=DecoderOptions)
     local_rope_parameters: Mapping[str, Any] | None = None
     """Rotary parameters of layers with a sliding window; None: same as ``rope_parameters``."""
@@ -97,6 +104,14 @@ class ModelConfig:
     """Number of outputs of the classifier; 0: no classifier."""
     model_impl: Literal["penstock", "transformers"] = "penstock"
     """Implementation: Penstock's family, or the modules of transformers."""
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer, or MTP layer, has attention, and thus keys and values."""
+        return layer >= len(self.layer_kinds) or self.layer_kinds[layer] in ("attention", "both")
+
+    def has_state(self, layer: int) -> bool:
+        """Whether a layer has recurrent state."""
+        return layer < len(self.layer_kinds) and self.layer_kinds[layer] in ("state", "both")
 
     @property
     def has_vision(self) -> bool:

@@ -125,6 +125,9 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     """Number of tokens in a KV block."""
     num_gpu_blocks_override: Annotated[int, option("blocks", ge=0)] = 0
     """Number of KV blocks; 0: computed from the memory options."""
+    num_state_snapshots: Annotated[int, option("snapshots", ge=-1)] = -1
+    """Number of snapshots of recurrent states that the prefix cache keeps, for models with such states; -1: four per
+    running sequence, in at most a quarter of the free memory."""
     gpu_memory_utilization: Annotated[float, option(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that weights, activations and KV cache may use together."""
     kv_cache_free_memory_fraction: Annotated[float, option(ge=0, lt=1)] = 0.0

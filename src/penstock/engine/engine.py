@@ -43,7 +43,8 @@ from .executor.start import start_executor
 from .guided import BitmaskBuilder, Grammar, GrammarCompiler
 from .guided.reasoning_guide import make_guide
 from .kv.block_pool import BlockPool
-from .kv.memory import count_blocks, count_host_blocks
+from .kv.memory import count_blocks, count_host_blocks, count_snapshots
+from .kv.snapshots import StateSnapshots
 from .kv.offloading import KVOffloading, new_host_tier, start_offloading
 from .kv_transfer.connector import KVConnector, model_layouts, new_transfer_buffer
 from .lora import LoRAManager
@@ -166,7 +167,8 @@ class Engine:
         host_tier = new_host_tier(options, layouts)
         transfer = self._transfer_buffer.memory if self._transfer_buffer else None
         offload = host_tier.memory if host_tier else None
-        self._executor.run(InitCache(blocks, host_blocks, transfer, offload))  # raises if memory is too small
+        num_snapshots = count_snapshots(options, self._memory)
+        self._executor.run(InitCache(blocks, host_blocks, transfer, num_snapshots, offload))  # raises if memory is too small
         device_pool = BlockPool(blocks - _tree_blocks(speculative, options, blocks), options.block_size)
         self.kv_offloading: KVOffloading | None = None
         """Host and disk tiers of the prefix cache; None without them."""
@@ -180,6 +182,7 @@ class Engine:
             pipeline_stages=options.pipeline_parallel_size,
             max_concurrent_batches=self._max_concurrent_batches,
             offloading=self.kv_offloading,
+            snapshots=StateSnapshots(num_snapshots) if self._memory.state_bytes else None,
         )
         self.speculation: Speculation | None = None
         if speculative:

@@ -81,6 +81,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """``EngineRequest.second_text``."""
     audio: AudioInput | None = None
     """``EngineRequest.audio``."""
+    snapshot: int = -1
+    """Snapshot of the recurrent state after ``num_computed`` tokens; -1: the state before the first token."""
 
 
 class RowUpdates(msgspec.Struct, omit_defaults=True):
@@ -143,6 +145,9 @@ class StepInput(msgspec.Struct, tag=True, omit_defaults=True):
     token. Draft tokens are in depth-first order. Empty if all drafts are chains, not trees."""
     has_grammar_bitmask: bool = False
     """True if a grammar bitmask is sent with the step (``Executor.submit``)."""
+    snapshots: np.ndarray = EMPTY
+    """``[3 * n]``: item, number of the item's tokens after which its recurrent state is copied, and snapshot to which
+    it is copied. Items, and tokens of an item, are in ascending order."""
     export_places: np.ndarray = EMPTY
     """``[lengths.sum()]``: position in the transfer buffer to which each computed token's KV is exported
     (``ops.Batch.export_places``), -1 for tokens that are not exported; empty if no token is exported."""
@@ -228,6 +233,8 @@ class InitCache(msgspec.Struct, array_like=True, tag=True):
     """Number of blocks in host memory."""
     transfer: TransferMemory | None = None
     """Transfer buffer for ``ExportKV`` and ``ImportKV``; None without KV transfers."""
+    snapshots: int = 0
+    """Number of snapshots of recurrent states."""
     offload: TransferMemory | None = None
     """Host tier of the prefix cache, for ``RowUpdates.stores`` and ``loads``; None without a host tier."""
 
@@ -396,6 +403,8 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     """Bytes of a block, in the KV caches of the model and of the draft model together."""
     host_block_bytes: int
     """Bytes of a block in the host tier, which stores only the model's KV, not the draft model's."""
+    state_bytes: int = 0
+    """Bytes of a snapshot of a sequence's recurrent states; 0 without such states."""
 
 
 def sum_states(states: np.ndarray, total: np.ndarray | float = 0.0) -> np.ndarray | float:

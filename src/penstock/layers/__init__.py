@@ -4,6 +4,7 @@ from .attention import Attention, AttentionLayer, QKNormLayers
 from .context import BuildContext, BuildOptions, PackedWeights, Weights
 from .encoder import BidirectionalAttention
 from .expert_load import ExpertLoad
+from .gated_delta_net import GatedDeltaNet
 from .latent_attention import LatentAttention
 from .linear import ColumnParallelLinear, Embedding
 from .lora import LoRALayer, LoRATarget
@@ -12,3 +13,4 @@ from .moe import MixtureOfExperts
 from .norm import LayerNorm, Norm, RMSNorm
 from .pooler import PoolerHead
 from .rope import depends_on_length, rope_table
+from .state import StateLayer

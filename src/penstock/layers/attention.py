@@ -84,6 +84,7 @@ class Attention:
         scale: softmax scale; None: ``head_dim ** -0.5``.
         softcap: soft cap of the attention scores, ``cap * tanh(score / cap)``; 0: off.
         sinks: sink logits of this rank's heads, ``[heads]`` float32; None: no sinks.
+        gated: multiply the output by the sigmoid of ``q_gate`` of the input.
         input_size: size of the input of ``q_proj``, ``k_proj`` and ``v_proj``; None: ``hidden_size``.
     """
 
@@ -108,6 +109,7 @@ class Attention:
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        gated: bool = False,
         input_size: int | None = None,
     ) -> None:
         self._ops = context.ops
@@ -138,6 +140,7 @@ class Attention:
             self._v = ColumnParallelLinear(context, [v_proj], inputs, [keys], qkv_bias)
         else:
             self._qkv = ColumnParallelLinear(context, names, inputs, [queries, keys, keys], qkv_bias)
+        self._gate = ColumnParallelLinear(context, [f"{name}.q_gate"], inputs, [queries], qkv_bias) if gated else None
         shards = [shard_outputs(context.group, hidden_size)]
         self._output = ColumnParallelLinear(
             context, [f"{name}.o_proj"], num_heads * head_dim, shards, output_bias, gather_output=True
@@ -152,12 +155,15 @@ class Attention:
     ) -> Tensor:
         q = self._store(*self._project(x, batch.lora_slots), cache, batch)
         q, metadata, lora_slots = export_and_select(self._ops, q, cache, batch, logits_only, export)
-        attended = self._group.all_gather(
-            lambda out: self._ops.attention(q, cache, metadata, self._options, out),
-            q.shape[0],
-            self._queries,
-            self._dtype,
-        )
+        gate = None
+        if self._gate:
+            gate = self._gate(self._ops.index_select(x, batch.logits_indices) if logits_only else x, lora_slots)
+
+        def attend(out: Tensor | None) -> Tensor:
+            attended = self._ops.attention(q, cache, metadata, self._options, None if self._gate else out)
+            return attended if gate is None else self._ops.multiply_gate(attended, gate, "sigmoid", out)
+
+        attended = self._group.all_gather(attend, q.shape[0], self._queries, self._dtype)
         return self._output(attended, lora_slots)
 
     def _project(self, x: Tensor, lora_slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,9 +16,11 @@ from torch import Tensor
 from penstock.checkpoint.decoder_options import DecoderOptions
 from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.state_spec import StateSpec
 from penstock.layers import (
     BuildContext,
     Embedding,
+    StateLayer,
 )
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 from penstock.parallel import shard_heads
@@ -59,6 +61,8 @@ class Decoder(BaseModel):
         if self._is_first or (self._is_last and tied):
             self._embedding = Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size)
         self._layers = [layer(number) for number in track_layers(context, self.layers)]
+        for index, part in enumerate(self._state_layers()):
+            part.state_index = index
         if self._is_last:
             self._norm = make_norm(context, config, "model.norm", config.hidden_size)
             self._lm_head = (
@@ -76,15 +80,28 @@ class Decoder(BaseModel):
         self.mapped_bytes = context.weight_cache.mapped_bytes if context.weight_cache else 0
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
-        head_attentions = [head.attention for head in self.draft_heads if head.attention]
+        head_attentions = [head.attention for head in self.draft_heads]
         attentions = [*(layer.attention for layer in self._layers), *head_attentions]
-        return [attention.kv_spec(block_size, quantization) for attention in attentions]
+        return [attention.kv_spec(block_size, quantization) for attention in attentions if attention]
+
+    def state_specs(self) -> list[StateSpec]:
+        return [part.state_spec() for part in self._state_layers()]
+
+    def _state_layers(self) -> list[StateLayer]:
+        return [layer.state for layer in self._layers if layer.state]
 
     def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
-        spec = self._layers[0].attention.kv_spec(slot_tokens, quantization)
-        whole = replace(spec, kv_heads=self.config.num_kv_heads)
-        layouts = transfer_layouts([whole] * self.config.num_layers, slot_tokens)
-        return [replace(layouts[layer], first_head=self._first_kv_head) for layer in self.layers]
+        config, specs = self.config, self.kv_specs(slot_tokens, quantization)
+        if not specs:
+            return []
+        whole = replace(specs[0], kv_heads=config.num_kv_heads)
+        numbers = [layer for layer in range(config.num_layers) if config.has_attention(layer)]
+        layouts = transfer_layouts([whole] * len(numbers), slot_tokens)
+        return [
+            replace(layout, first_head=self._first_kv_head)
+            for number, layout in zip(numbers, layouts, strict=True)
+            if number in self.layers
+        ]
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
@@ -93,8 +110,10 @@ class Decoder(BaseModel):
             self._expert_load.num_tokens = batch.attention.query_start_loc[-1:]
         if x is None:
             x = self._embed(batch.token_ids)
-        exports, aux_hidden_states = export or repeat(None), list[Tensor]()
-        for number, layer, layer_cache, layer_export in zip(self.layers, self._layers, cache, exports, strict=False):
+        exports, aux_hidden_states = iter(export or repeat(None)), list[Tensor]()
+        caches = iter(cache)
+        for number, layer in zip(self.layers, self._layers, strict=True):
+            layer_cache, layer_export = (next(caches), next(exports)) if layer.attention else (None, None)
             if number in self.aux_hidden_state_layers:
                 stream = self._ops.clone(x if residual is None else residual)
                 aux_hidden_states.append(stream if residual is None else self._ops.add_residual(x, stream))

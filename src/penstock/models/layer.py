@@ -15,6 +15,7 @@ from penstock.layers import (
     Attention,
     AttentionLayer,
     BuildContext,
+    GatedDeltaNet,
     GatedMLP,
     LatentAttention,
     LayerNorm,
@@ -22,11 +23,14 @@ from penstock.layers import (
     Norm,
     QKNormLayers,
     RMSNorm,
+    StateLayer,
 )
 from penstock.layers.norm import UnweightedRMSNorm
 from penstock.ops import Batch, LayerExport, QKNorms
 from penstock.parallel import Shard, shard_heads
 
+StateFactory = Callable[[BuildContext, ModelConfig, int, str], StateLayer]
+"""Function that builds the recurrent part of a layer. Last arguments: layer index, and prefix of its modules."""
 AttentionFactory = Callable[[BuildContext, ModelConfig, int, str], AttentionLayer]
 """Function that builds the attention of a layer. Last arguments: layer index, and module name in the checkpoint."""
 MLPFactory = Callable[[BuildContext, ModelConfig, int, str], MLPLayer]
@@ -71,6 +75,7 @@ def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: i
         softcap=options.attention_softcap,
         sinks=_sinks(context, config, name) if options.attention_sinks else None,
         query_factors=_query_factors(context, config, rope is not None),
+        gated=options.attention_gate,
     )
 
 
@@ -78,6 +83,13 @@ def make_attention(context: BuildContext, config: ModelConfig, layer: int, name:
     """``AttentionFactory``: latent attention if configured, else grouped-query attention."""
     make = latent_attention if config.latent else grouped_query_attention
     return make(context, config, layer, name)
+
+
+def make_state(context: BuildContext, config: ModelConfig, layer: int, name: str) -> StateLayer:
+    """``StateFactory`` by ``config.state``."""
+    state = config.state
+    assert state
+    return GatedDeltaNet(context, f"{name}.{state.module}", config.hidden_size, state, config.rms_norm_eps)
 
 
 def latent_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
@@ -168,7 +180,7 @@ def dense_mlp(context: BuildContext, config: ModelConfig, layer: int, name: str)
 
 
 class DecoderLayer:
-    """Attention and MLP on a residual stream, with pre-norm, post-norm, or both.
+    """Attention, or a part with recurrent state, and MLP on a residual stream, with pre-norm, post-norm, or both.
 
     Args:
         number: index of the layer. The last layer stores the keys and values of all tokens, but computes hidden states
@@ -182,6 +194,7 @@ class DecoderLayer:
         number: int,
         attention: AttentionFactory,
         mlp: MLPFactory,
+        state: StateFactory = make_state,
     ) -> None:
         name, names, options = f"model.layers.{number}", config.options.layer_norms, config.options
 
@@ -193,7 +206,8 @@ class DecoderLayer:
         self._parallel = options.parallel_residual
         self._residual_scale = options.residual_scale
         self._before_attention = norm(names.before_attention)
-        self.attention = attention(context, config, number, f"{name}.self_attn")
+        self.attention = attention(context, config, number, f"{name}.self_attn") if config.has_attention(number) else None
+        self.state = state(context, config, number, name) if config.has_state(number) else None
         self._after_attention = norm(names.after_attention)
         self._before_mlp = norm(names.before_mlp)
         self._mlp = mlp(context, config, number, f"{name}.mlp")
@@ -214,7 +228,7 @@ class DecoderLayer:
             the last layer ``[rows, hidden]``.
         """
         normed, residual = self._add(x, residual, self._before_attention)
-        x = self.attention(normed, cache, batch, self._last, export)
+        x = self._mix(normed, cache, batch, export)
         if self._last:
             residual = self._ops.index_select(residual, batch.logits_indices)
         x = self._output(x, self._after_attention)
@@ -225,6 +239,15 @@ class DecoderLayer:
             x, residual = self._add(x, residual, self._before_mlp)
         x = self._mlp(x, batch.logits_lora_slots if self._last else batch.lora_slots)
         return self._output(x, self._after_mlp), residual
+
+    def _mix(self, x: Tensor, cache: Any, batch: Batch, export: LayerExport | None) -> Tensor:
+        """Apply attention, the part with recurrent state, or the sum of both."""
+        mixed = None if self.state is None else self.state(x, batch, self._last)
+        if self.attention is None:
+            assert mixed is not None
+            return mixed
+        attended = self.attention(x, cache, batch, self._last, export)
+        return attended if mixed is None else self._ops.add_residual(attended, mixed)
 
     def _add(self, x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """Add ``x`` to the residual stream. Returns the input of the next module, and the residual stream."""

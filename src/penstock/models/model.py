@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.state_spec import StateSpec
 from penstock.layers import AttentionLayer, BuildContext, LoRATarget, PoolerHead
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 
@@ -98,11 +99,15 @@ class Model(LanguageModelHead, Protocol):
     image features."""
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
-        """Shapes of the KV caches of this stage's layers, then of ``draft_heads``."""
+        """Shapes of the KV caches of this stage's layers with attention, then of ``draft_heads``."""
+        ...
+
+    def state_specs(self) -> list[StateSpec]:
+        """Shapes of the recurrent states of this stage's layers."""
         ...
 
     def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
-        """Layouts of this stage's layers in a transfer buffer, without ``draft_heads``."""
+        """Layouts of this stage's layers with keys and values in a transfer buffer, without ``draft_heads``."""
         ...
 
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
@@ -113,7 +118,7 @@ class Model(LanguageModelHead, Protocol):
         stage, if it is None, the embeddings of ``batch.token_ids``.
 
         Args:
-            export: one export for each layer of this stage, for batches with ``export_places``; empty: no export.
+            export: one export for each layer of this stage with keys and values, for batches with ``export_places``; empty: no export.
         """
         ...
 
@@ -139,3 +144,7 @@ class BaseModel:
         self.aux_hidden_state_layers: Sequence[int] = ()
         self.vision: VisionTower | None = None
         self._ops = context.ops
+
+    def state_specs(self) -> list[StateSpec]:
+        """See ``Model``: no layer has a state."""
+        return []

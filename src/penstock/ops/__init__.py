@@ -25,9 +25,11 @@ from .batch import (
     ForwardFn,
     LayerExport,
     QKNorms,
+    StateBatch,
 )
 from .lora import LoRAWeights
 from .quantized_weight import QuantizedWeight
+from .states import DeltaSizes
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +162,35 @@ class Ops(Protocol):
     ) -> None: ...
     def copy_blocks(self, source: list[Any], target: list[Any], pairs: list[tuple[int, int]]) -> None: ...
     def copy_slots(self, cache: Any, sources: Tensor, targets: Tensor) -> None: ...
+    def short_convolution(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        silu: bool,
+        cache: Mapping[str, Tensor],
+        batch: Batch,
+    ) -> Tensor: ...
+    def gated_delta_rule(
+        self,
+        qkv: Tensor,
+        gates: Tensor,
+        log_decay: Tensor,
+        gate_bias: Tensor,
+        sizes: DeltaSizes,
+        cache: Mapping[str, Tensor],
+        batch: Batch,
+    ) -> Tensor: ...
+    def gated_rms_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        gate_first: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+    def multiply_gate(self, x: Tensor, gate: Tensor, function: str, out: Tensor | None = None) -> Tensor: ...
     def capture(self, forward: ForwardFn, options: CaptureOptions) -> ForwardFn: ...
     def is_capturing(self) -> bool: ...
 

@@ -72,6 +72,33 @@ class CrossAttention:
 
 
 @dataclass(slots=True)
+class StateBatch:
+    """Recurrent states of the sequences of a step.
+
+    A sequence's state has a *slot*, as wide as all layers' states. An op reads the state before the step's first token,
+    after it has applied the inputs of accepted drafts to it, and writes the state after the last token that is no
+    draft. Draft tokens are computed, too, and their inputs are kept for the next step.
+    """
+
+    cache: list[dict[str, Tensor]]
+    """By state layer of this pipeline stage: the parts of all slots' states, ``[slots, ...]``, and the kept inputs,
+    ``[slots, drafts, ...]``, by the names of ``StateSpec``."""
+    slots: Tensor
+    """``[sequences]`` int32: slot of each sequence."""
+    accepted: Tensor
+    """``[sequences]`` int32: number of drafts of the previous step that were accepted."""
+    drafts: Tensor
+    """``[sequences]`` int32: number of trailing tokens of each sequence in this step that are drafts."""
+    save_start_loc: Tensor
+    """``[sequences + 1]`` int32: index of the first snapshot of each sequence in ``save_after`` and ``save_slots``."""
+    save_after: Tensor
+    """``[snapshots]`` int32: number of the sequence's tokens in this step after which its state is copied; ascending
+    for each sequence."""
+    save_slots: Tensor
+    """``[snapshots]`` int32: slot to which the state is copied."""
+
+
+@dataclass(slots=True)
 class Batch:
     """The tokens of one step, concatenated over sequences, without padding."""
 
@@ -105,6 +132,8 @@ class Batch:
     token tree share tokens, and each path has a copy in its blocks. None: no sequence has a tree."""
     cross_attention: CrossAttention | None = None
     """Cross-attention input of encoder-decoder models."""
+    states: StateBatch | None = None
+    """States of the sequences, in host memory; None for models without recurrent layers."""
     aux_hidden_states: tuple[Tensor, ...] = ()
     """Residual stream ``[tokens, hidden]`` before each of the model's ``aux_hidden_state_layers``. The forward pass
     sets them; valid until the next forward pass."""

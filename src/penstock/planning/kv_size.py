@@ -88,7 +88,7 @@ def kv_specs(
     mtp: bool = False,
     ranks: int = 1,
 ) -> list[KVSpec]:
-    """KV cache spec of each layer of a model, on one rank.
+    """KV cache spec of each layer of a model that has one, on one rank.
 
     Args:
         kv_cache_dtype: value of the option, a key of ``KV_QUANTIZATION``.
@@ -101,7 +101,8 @@ def kv_specs(
     spec = KVSpec(heads, size.kv_dim, _computed_dtype(size, dtype), block_size, quantization, latent=size.latent)
     if size.encoder:  # the layers of an encoder share one KV cache
         return [spec]
-    return [spec] * (size.num_layers + (size.num_mtp_layers if mtp else 0))
+    layers = size.num_layers if size.num_kv_layers < 0 else size.num_kv_layers
+    return [spec] * (layers + (size.num_mtp_layers if mtp else 0))
 
 
 def _computed_dtype(size: ModelSize, dtype: str) -> str:

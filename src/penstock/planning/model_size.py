@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.checkpoint.gguf_file import TYPES
 from penstock.checkpoint.model_config import COUNTED_WEIGHTS, ModelConfig
+from penstock.checkpoint.state_spec import StateSpec
 from penstock.checkpoint.stored_format import quantization_config_of, stored_format
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.models.read_config import config_of
@@ -60,6 +61,10 @@ class ModelSize:
     """Parameters of one expert, summed over all layers with experts."""
     vision_weights: int = 0
     """Parameters of the image or audio encoder, which is not quantized; 0: no encoder."""
+    num_kv_layers: int = -1
+    """Number of layers with keys and values; -1: all."""
+    states: tuple[StateSpec, ...] = ()
+    """Recurrent state of each layer that has one, on one rank for all heads."""
     encoder: bool = False
     """True for bidirectional models, which keep the keys and values of a single layer, and only during a step."""
 
@@ -127,9 +132,20 @@ def size_of(config: ModelConfig) -> ModelSize:
         down_weights=plain * dense // matrices + (layers - plain) * sparse // 3,
         expert_weights=(layers - plain) * expert,
         vision_weights=_speech_weights(config) if config.speech else config.vision_weights,
+        num_kv_layers=sum(map(config.has_attention, range(layers))),
+        states=state_specs_of(config),
         encoder=config.encoder is not None,
     )
     return replace(size, **raw.get(COUNTED_WEIGHTS, {}))
+
+
+def state_specs_of(config: ModelConfig) -> tuple[StateSpec, ...]:
+    """Recurrent states of a model's layers, without tensor parallelism."""
+    state = config.state
+    if state is None:
+        return ()
+    spec = state.spec(config.dtype, state.key_heads, state.value_heads)
+    return (spec,) * sum(map(config.has_state, range(config.num_layers)))
 
 
 def _attention(config: ModelConfig) -> tuple[int, int]:

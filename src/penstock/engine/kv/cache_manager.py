@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from ..sequence.sequence import Sequence, State
 from .block_hash import extend_block_hashes, root_hash
 from .block_pool import BlockPool
 from .offloading import KVOffloading
+from .snapshots import StateSnapshots
 
 SPARE_BLOCKS = 32
 """An import leaves at least the share ``1 / SPARE_BLOCKS`` of all blocks free for running sequences."""
@@ -30,6 +32,10 @@ class CacheHit(NamedTuple):
     """Cached blocks of these tokens on the device; empty for a sequence that is swapped in."""
     num_loaded: int = 0
     """Number of further blocks to load from the host tier of the prefix cache."""
+    snapshot: int = -1
+    """Snapshot of the recurrent state after these tokens; -1 without recurrent states."""
+    fork_at: int = 0
+    """``Sequence.fork_at``."""
 
 
 class ImportedPrefix(NamedTuple):
@@ -62,6 +68,7 @@ class KVCacheManager:
     Args:
         host_pool: blocks in host memory, to which sequences are swapped out; None without swapping.
         weights: version of the weights, part of the prefix cache's hashes.
+        snapshots: snapshots of recurrent states; None for models without such states.
 
     Raises ``PenstockError`` (``invalid``) if the device cannot hold a single sequence of ``max_model_len``.
     """
@@ -73,6 +80,7 @@ class KVCacheManager:
         host_pool: BlockPool | None,
         weights: str,
         offloading: KVOffloading | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         if device_pool.blocks_for(options.max_model_len) > device_pool.total:
             raise invalid(
@@ -87,6 +95,8 @@ class KVCacheManager:
         self._weights = weights
         self.offloading = offloading
         """Host and disk tiers of the prefix cache; None without tiers."""
+        self.snapshots = snapshots
+        """Snapshots of recurrent states; None for models without such states."""
         self._never_evict = options.batch_scheduler_policy == "guaranteed_no_evict"
         self.generation = 0
         """Number of calls of ``forget_contents``."""
@@ -124,6 +134,8 @@ class KVCacheManager:
         """Invalidate the contents of all blocks: empty the prefix cache, and ignore imports that began earlier."""
         self.generation += 1
         self._device_pool.clear_cache()
+        if self.snapshots:
+            self.snapshots.clear()
 
     # --- A sequence starts or grows -----------------------------------------------------------------------------------
 
@@ -141,7 +153,12 @@ class KVCacheManager:
         hashes = sequence.block_hashes[: (len(sequence.tokens) - 1) // size]
         blocks = self._device_pool.find_longest_hit(hashes)
         num_loaded = self.offloading.count(hashes[len(blocks) :]) if self.offloading else 0
-        return CacheHit((len(blocks) + num_loaded) * size, blocks, num_loaded)
+        count = len(blocks) + num_loaded
+        if self.snapshots is None:
+            return CacheHit(count * size, blocks, num_loaded)
+        usable, snapshot = self.snapshots.find_longest(hashes[:count])
+        fork_at = count * size if usable < count else 0
+        return CacheHit(usable * size, blocks[:usable], max(usable - len(blocks), 0), snapshot, fork_at)
 
     def allocate(self, sequence: Sequence, hit: CacheHit, count: int, alone: bool) -> list[OffloadedBlock] | None:
         """Allocate blocks for a waiting sequence to start: for its cache ``hit``, and for ``count`` tokens after it.
@@ -173,6 +190,7 @@ class KVCacheManager:
             self._drop(sequence)
         else:
             self.num_hit_blocks += len(hit.blocks)
+        sequence.snapshot, sequence.fork_at = hit.snapshot, hit.fork_at
         sequence.blocks = hit.blocks + pool.allocate(demand.total - len(hit.blocks))
         sequence.allocated_blocks += demand.total - len(hit.blocks)
         self._reserve(sequence, demand.reserved)
@@ -251,15 +269,50 @@ class KVCacheManager:
             if self.offloading:
                 self.offloading.store(blocks, hashes)
 
+    def take_snapshots(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
+        """Snapshots of the recurrent state to make while tokens ``start`` to ``end`` are computed: at the last block
+        boundary before the end of the known tokens, where keys and values of other sequences were found
+        (``Sequence.fork_at``), and at each block boundary within the output, where the new snapshot replaces the last.
+
+        Returns the number of tokens that each state includes, and the snapshot.
+        """
+        if not self.snapshots or not self._options.enable_prefix_caching:
+            return []
+        size = self._device_pool.block_size
+        wanted = {(len(sequence.tokens) - 1) // size * size, sequence.fork_at}
+        if end % size == 0 and end > sequence.prompt_length:
+            wanted.add(end)
+        taken = [(at, self.snapshots.take()) for at in sorted(wanted) if start < at <= end]
+        return [(at, snapshot) for at, snapshot in taken if snapshot is not None]
+
+    def keep_snapshots(self, sequence: Sequence, made: Iterable[tuple[int, int]], valid: bool) -> None:
+        """Keep the snapshots of ``take_snapshots`` for other sequences, after ``cache_full_blocks``; free them if they
+        are not ``valid``."""
+        for at, snapshot in made:
+            assert self.snapshots
+            index = at // self._device_pool.block_size - 1
+            if not valid or index >= len(sequence.block_hashes):
+                self.snapshots.free(snapshot)
+                continue
+            self.snapshots.put(sequence.block_hashes[index], snapshot)
+            if at > sequence.prompt_length:
+                self.snapshots.forget(sequence.last_snapshot)
+                sequence.last_snapshot = sequence.block_hashes[index]
+
     def uncache(self, sequence: Sequence) -> None:
         """Remove all blocks of a sequence from the prefix cache, because their KV is invalid."""
         self._device_pool.uncache(sequence.blocks)
+        if self.snapshots:
+            for block_hash in sequence.block_hashes:
+                self.snapshots.forget(block_hash)
         if self.offloading:
             self.offloading.forget(sequence.block_hashes)
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, on the device and in the host tier. Files of the disk tier are not deleted."""
         self._device_pool.clear_cache()
+        if self.snapshots:
+            self.snapshots.clear()
         if self.offloading:
             self.offloading.clear()
 

@@ -9,6 +9,11 @@ from penstock.planning.kv_size import blocks_of_sequences
 
 from ..step import MemoryProfile
 
+SNAPSHOT_SHARE = 0.25
+"""Largest share of the free memory for snapshots of recurrent states."""
+SNAPSHOTS_PER_SEQUENCE = 4
+"""Largest number of snapshots for each running sequence."""
+
 
 def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -> int:
     """Number of KV blocks on the device: ``num_gpu_blocks_override``, or as many as the memory options allow.
@@ -25,6 +30,8 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
     if options.num_gpu_blocks_override:
         return options.num_gpu_blocks_override
     size = profile.block_bytes
+    if not size:  # no layer has keys and values
+        return blocks_of_sequences(2 * options.max_num_seqs, max_len, options.block_size)
     sequences = 0.0 if options.kv_cache_memory_bytes else options.kv_cache_sequences
     share = options.kv_cache_free_memory_fraction
     if options.kv_cache_memory_bytes:
@@ -39,6 +46,8 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
         if room < size <= room + offloaded:
             message = f"takes {offloaded / 1e9:.2f} GB of the {(room + offloaded) / 1e9:.2f} GB that are available for "
             raise invalid("kv_offloading_size", f"{message}KV blocks and offloading together; lower it")
+    if not options.kv_cache_memory_bytes:
+        room -= count_snapshots(options, profile) * profile.state_bytes
     if room < size:
         advice = "raise it" if options.kv_cache_memory_bytes else "free memory"
         message = f"one KV block takes {size} bytes, but only {max(room, 0)} bytes are available; {advice}"
@@ -52,6 +61,17 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
         message += f"{room / 1e9:.2f} GB are available; at most {limit:.1f} fit"
         raise invalid("kv_cache_sequences", message, limit)
     return blocks
+
+
+def count_snapshots(options: EngineOptions, profile: MemoryProfile) -> int:
+    """Number of snapshots of recurrent states: ``num_state_snapshots``, or as many as ``SNAPSHOT_SHARE`` of the free
+    memory holds, at most ``SNAPSHOTS_PER_SEQUENCE`` for each running sequence."""
+    if not profile.state_bytes or not options.enable_prefix_caching:
+        return 0
+    if options.num_state_snapshots >= 0:
+        return options.num_state_snapshots
+    fitting = int(profile.free * SNAPSHOT_SHARE) // profile.state_bytes
+    return min(fitting, SNAPSHOTS_PER_SEQUENCE * options.max_num_seqs)
 
 
 def count_host_blocks(options: EngineOptions, profile: MemoryProfile) -> int:

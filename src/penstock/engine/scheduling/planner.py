@@ -133,6 +133,7 @@ class Planner:
             or sequence.num_candidates  # the next beams are selected once all beams have their candidates
             or self._pipeline_stages > 1  # the first stage does not know the token in flight
             or sequence.active_guide  # the allowed tokens depend on the token in flight
+            or (sequence.guide and self._kv.snapshots)  # a recurrent state cannot take back a token in flight
             or drafting  # the draft depends on the token in flight
         ):
             return 0
@@ -157,7 +158,8 @@ class Planner:
             sampling = (sequence, *self._fork(sequence))
             for one in sampling:
                 one.num_pending += 1
-        plan.scheduled.append(ScheduledSequence(sequence, start, count, sampling, [], []))
+        snapshots = self._kv.take_snapshots(sequence, start, start + count)
+        plan.scheduled.append(ScheduledSequence(sequence, start, count, sampling, [], [], snapshots))
 
     def _fork(self, first: Sequence) -> list[Sequence]:
         """Fork the other sequences of a request from ``first`` and start them, when it samples its first token. Returns

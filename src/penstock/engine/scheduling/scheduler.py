@@ -23,6 +23,7 @@ from penstock.core.requests import ISOLATED_DEATHS
 from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import KVCacheManager
 from ..kv.offloading import KVOffloading
+from ..kv.snapshots import StateSnapshots
 from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence, State
 from ..spec_decode.speculation import Speculation
@@ -57,6 +58,7 @@ class Scheduler:
             running sequences, so that every stage has a step to compute.
         max_concurrent_batches: maximum number of steps in flight.
         offloading: host and disk tiers of the prefix cache; None without tiers.
+        snapshots: snapshots of recurrent states; None for models without such states.
 
     Raises ``PenstockError`` (``invalid``) if the KV cache cannot hold a single sequence of ``max_model_len``.
     """
@@ -70,6 +72,7 @@ class Scheduler:
         pipeline_stages: int = 1,
         max_concurrent_batches: int = 1,
         offloading: KVOffloading | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         self.options = options
         self.device_pool = device_pool
@@ -87,7 +90,7 @@ class Scheduler:
         self._groups: dict[str, SequenceGroup] = {}
         self._by_uid: dict[int, str] = {}
         """Request ids by ``EngineRequest.uid``."""
-        self.kv = KVCacheManager(options, device_pool, host_pool, weights, offloading)
+        self.kv = KVCacheManager(options, device_pool, host_pool, weights, offloading, snapshots)
         self.waiting = WaitingQueue(options.scheduling_policy == "priority", options.long_prefill_token_threshold)
         self.running = RunningBatch(options.max_num_seqs, self.kv, self.waiting.schedule_key)
         state = SchedulerState(
@@ -305,6 +308,7 @@ class Scheduler:
         """End all requests of a step that could not be sent or computed. Returns their last deltas."""
         self.encoder_cache.clear()
         for item in plan.scheduled:
+            self.kv.keep_snapshots(item.sequence, item.snapshots, False)
             for sequence in {item.sequence, *item.sampling_sequences}:
                 sequence.inflight_steps -= 1
         requests = {item.sequence.request.request_id for item in plan.scheduled}
@@ -328,6 +332,7 @@ class Scheduler:
         for i, item in enumerate(plan.scheduled):
             first, end = item.sequence, item.start + item.length
             sampled = [next(outputs) for _ in item.sampling_sequences]
+            is_valid = not first.num_stale and first.state is not State.FINISHED
             if first.num_stale:
                 self._set_computed(first, first.num_computed, first.num_computed)
             elif first.num_draft_tokens and sampled:  # all but the last sampled token are accepted drafts
@@ -337,6 +342,7 @@ class Scheduler:
                 self._set_computed(first, item.start, end, accepted)
             else:
                 self._set_computed(first, item.start, end)
+            self.kv.keep_snapshots(first, item.snapshots, is_valid)
             if any(one.failure and one.failure.code is Code.INTERNAL for one in sampled):
                 self.kv.uncache(first)
             if first.prompt_logprobs is not None:

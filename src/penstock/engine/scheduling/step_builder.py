@@ -49,6 +49,11 @@ class StepBuilder:
         if not plan.scheduled:
             return StepInput(self._updates(plan, (), ()), EMPTY, EMPTY, EMPTY, EMPTY.astype(bool))
         sequences, starts, lengths, sampling, *_ = zip(*plan.scheduled, strict=True)
+        snapshots = [
+            (number, at - item.start, snapshot)
+            for number, item in enumerate(plan.scheduled)
+            for at, snapshot in item.snapshots
+        ]
         evicted, encoded = self._encoder_cache.take() if self._encoder_cache.is_used else ([], [])
         if self._send_sampled:
             for sequence, start, length in zip(sequences, starts, lengths, strict=True):
@@ -60,6 +65,7 @@ class StepBuilder:
             _array(starts),
             _array(lengths),
             np.frombuffer(struct.pack(f"{len(sampling)}?", *sampling), bool),
+            snapshots=_array([value for each in snapshots for value in each]),
             evicted_images=evicted,
             encoded_images=encoded,
         )
@@ -127,6 +133,7 @@ class StepBuilder:
             pooling_token_ids=(request.pooling.token_ids or ()) if request.pooling else (),
             second_text=request.second_text,
             audio=request.audio,
+            snapshot=sequence.snapshot if sequence.num_computed else -1,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ class ScheduledSequence(NamedTuple):
     parents: list[int]
     """Index of each draft token's parent in ``draft``, -1 for the last token before the draft. A tree is in depth-first
     order. Empty for a chain."""
+    snapshots: Sequence_[tuple[int, int]] = ()
+    """Copies of the recurrent state: number of tokens that it includes, in ascending order, and snapshot."""
 
 
 class OffloadedBlock(NamedTuple):

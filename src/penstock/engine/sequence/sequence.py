@@ -82,6 +82,13 @@ class Sequence:
     None if the workers are up to date."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Prefix cache hashes of the leading full blocks (``kv.block_hash.extend_block_hashes``)."""
+    snapshot: int = -1
+    """Snapshot of the recurrent state from which the sequence starts; -1: from its first token."""
+    fork_at: int = 0
+    """Number of leading tokens with keys and values in the prefix cache, but without a snapshot, when the sequence
+    started: a snapshot is made there; 0: none."""
+    last_snapshot: bytes = b""
+    """Hash of the last snapshot within the output, which the next one replaces."""
     num_cached_tokens: int | None = None
     """Number of prompt tokens found in the prefix cache at the first step; None before the first step."""
     num_imported: int | None = None

@@ -8,10 +8,10 @@ import torch
 
 from penstock.layers import depends_on_length
 from penstock.models.model import Model
-from penstock.ops import KVSpec, Ops
+from penstock.ops import Ops
 
 
-def fingerprint(ops: Ops, model: Model, quantization: str, kv_spec: KVSpec) -> str:
+def fingerprint(ops: Ops, model: Model, quantization: str, kv_quantization: str) -> str:
     """Fingerprint, a string: engines with equal fingerprints and equal weights have bit-identical results.
 
     It excludes threads, ranks, batches, chunks, block size, prefix cache, preemption and speculation, because they do
@@ -20,7 +20,7 @@ def fingerprint(ops: Ops, model: Model, quantization: str, kv_spec: KVSpec) -> s
     Args:
         ops: the kernels.
         quantization: format of the weights, a key of ``SCHEMES``.
-        kv_spec: KV cache of any layer, as the caches of all layers have the same dtype.
+        kv_quantization: ``KVSpec.quantization`` of all layers.
     """
     capability = torch.backends.cpu.get_cpu_capability().lower()  # PyTorch computes RoPE tables and samples tokens
     parts = [ops.fingerprint(), f"torch{torch.__version__}", capability, str(model.dtype).removeprefix("torch.")]
@@ -28,8 +28,8 @@ def fingerprint(ops: Ops, model: Model, quantization: str, kv_spec: KVSpec) -> s
         parts.append(f"transformers{metadata.version('transformers')}")
     if quantization != "none":
         parts.append(quantization)
-    if kv_spec.quantization:
-        parts.append({"int8": "kv8", "fp8": "kvfp8"}[kv_spec.quantization])
+    if kv_quantization:
+        parts.append({"int8": "kv8", "fp8": "kvfp8"}[kv_quantization])
     if depends_on_length(model.config.rope_parameters):
         parts.append(f"rope{max(model.max_len, model.config.max_position_embeddings)}")
     return "-".join(parts)

@@ -154,7 +154,6 @@ def load_models(
             message = f"the token tree has depth {depth}, and the model {count} draft heads; give at most depth {count}"
             raise invalid("speculative_config", message, count)
     dtype = str(model.dtype).removeprefix("torch.")
-    specs = model.kv_specs(options.block_size, quantization)
     info = ModelInfo(
         architecture=config.architecture,
         vocab_size=config.vocab_size,
@@ -162,7 +161,7 @@ def load_models(
         has_lm_head=config.has_lm_head,
         dtype=dtype,
         quantization=options.quantization,
-        fingerprint=fingerprint(backend, model, options.quantization, specs[0]),
+        fingerprint=fingerprint(backend, model, options.quantization, quantization),
         batch_invariant=backend.BATCH_INVARIANT and config.model_impl == "penstock",
         weights_version=model.weights_version,
         mtp_layers=len(model.draft_heads) if mtp else 0,

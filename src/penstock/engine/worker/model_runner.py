@@ -44,6 +44,7 @@ class ModelRunner:
         max_tokens: maximum number of tokens per step.
         max_rows: maximum number of sequences per step.
         max_len: maximum number of tokens per sequence.
+        block_size: number of tokens per KV block.
         lora: True if rows may have LoRA adapters.
         graph_sizes: numbers of sequences for which CUDA graphs are captured.
     """
@@ -58,6 +59,7 @@ class ModelRunner:
         max_tokens: int,
         max_rows: int,
         max_len: int,
+        block_size: int,
         lora: bool = False,
         graph_sizes: Sequence[int] = (),
     ) -> None:
@@ -68,12 +70,15 @@ class ModelRunner:
         self._lora = lora
         self._max_tokens = max_tokens
         self._max_rows = max_rows
-        self._max_blocks = -(-max_len // specs[0].block_size)
+        self._block_size = block_size
+        self._max_blocks = -(-max_len // block_size)
         self._graph_sizes = graph_sizes
         self._sampled = None
         if ops.ASYNCHRONOUS:
             self._sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.cache: list[Any] = []
+        """KV caches of the layers with attention, by layer."""
+        self._is_allocated = False
         self._export: Sequence[LayerExport] = ()
         self._host: list[Any] = []
         self._progress: Tensor | None = None
@@ -102,6 +107,7 @@ class ModelRunner:
         self.free()
         self.cache = self.ops.new_kv_cache(self._specs, blocks, self.device)
         self._host = self.ops.new_kv_cache(self._specs, host_blocks, torch.device("cpu"))
+        self._is_allocated = True
         self._progress = export[0].progress if export else None
         self._export = export
         if self._model is not None:
@@ -110,6 +116,7 @@ class ModelRunner:
     def free(self) -> None:
         """Free the KV cache and the captured forward passes."""
         self.cache, self._host, self._forward, self._forward_lora = [], [], None, None
+        self._is_allocated = False
 
     def capture(self, model: Model, graph_sizes: Sequence[int] | None = None) -> CapturedModel:
         """Capture the forward pass of a model over the KV cache, if it is allocated.
@@ -118,7 +125,7 @@ class ModelRunner:
             model: the runner's model, or a model that differs only in its weights.
             graph_sizes: numbers of sequences for which CUDA graphs are captured; None: those of the constructor.
         """
-        if not self.cache:
+        if not self._is_allocated:
             return CapturedModel(model, None, None)
         hidden = None
         if model.layers.start or model.vision:
@@ -127,6 +134,7 @@ class ModelRunner:
         not_capturable = (
             model.config.model_impl != "penstock"
             or model.config.speech
+            or model.config.state
             or (experts is not None and experts.by_modality)
         )
         capture = reference.capture if not_capturable else self.ops.capture
@@ -182,7 +190,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             self.init_cache(1, 0)
             return getattr(self._forward, "buffer_bytes", 0) + logits
-        blocks = -(-tokens // self._specs[0].block_size)
+        blocks = -(-tokens // self._block_size)
         torch.cuda.synchronize(self.device)
         self.init_cache(blocks, 0, graph_sizes=())
         without = torch.cuda.memory_reserved(self.device)

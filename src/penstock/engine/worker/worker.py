@@ -69,6 +69,7 @@ from .spec_decode.head_drafter import HeadDrafter
 from .spec_decode.step_drafts import StepDrafts
 from .spec_decode.tree_rows import TreeMemory, with_paths
 from .speech import SpeechStates
+from .states import RowStates
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class Worker:
         """Steps that the device may still be computing, oldest first. Empty unless ``asynchronous``."""
         self._num_blocks = (0, 0)
         """Number of KV blocks on the device and in host memory."""
+        self._num_snapshots = 0
 
     # --- Start ------------------------------------------------------------------------------------------------------
 
@@ -137,12 +139,17 @@ class Worker:
                 max_tokens=options.max_num_batched_tokens,
                 max_rows=rows,
                 max_len=loaded.max_model_len,
+                block_size=options.block_size,
                 lora=lora,
                 graph_sizes=()
                 if options.enforce_eager
                 else capture_sizes(options.max_num_seqs, options.cudagraph_capture_sizes),
             )
 
+        self._states = None
+        if state_specs := loaded.model.state_specs():
+            max_drafts = speculative.num_speculative_tokens if speculative else 0
+            self._states = RowStates(state_specs, rows, max_drafts, loaded.device)
         self._runner = runner(loaded.model, bool(loaded.max_loras))
         self._runners = [self._runner]
         self._prompt_outputs = PromptOutputs(self._runner, self._batch)
@@ -193,17 +200,21 @@ class Worker:
             activations += self._options.encoder_cache_size * size * model.dtype.itemsize
         if self._speech:
             activations += self._speech.num_bytes
+        if self._states:
+            activations += self._states.row_bytes
         return MemoryProfile(
             free=max(free - activations, 0),
             total=total,
             block_bytes=sum(runner.block_bytes for runner in runners),
             host_block_bytes=self._runner.block_bytes,
+            state_bytes=self._states.slot_bytes if self._states else 0,
         )
 
     def _init_cache(self, call: InitCache) -> None:
         """Allocate the KV cache, and map memory shared with the engine (``InitCache``)."""
         self._kv_copies.map(call.transfer, call.offload)
         self._num_blocks = call.blocks, call.host_blocks
+        self._num_snapshots = call.snapshots
         self._tree_memory.init_cache(call.blocks)
         self._allocate_cache()
 
@@ -211,6 +222,8 @@ class Worker:
         blocks, host_blocks = self._num_blocks
         load = self._expert_load.read()  # ``init_cache`` computes steps to capture CUDA graphs: restore the counters
         self._runner.init_cache(blocks, host_blocks, self._kv_copies.exports)
+        if self._states:
+            self._states.allocate(self._num_snapshots)
         if self._drafter:
             self._drafter.init_cache(blocks)
         self._expert_load.write(load)
@@ -286,6 +299,8 @@ class Worker:
             self._images.update(self._runner.model, step)
         if self._speech:
             self._speech.update(self._runner.model, step.updates.new)
+        if self._states:
+            self._states.begin(step.updates)
         forks = dict(self._forks)
         if not len(step.rows):
             self._stage.pass_on()
@@ -421,7 +436,11 @@ class Worker:
             self._images.prepare(self._runner.model, batch, rows, starts, lengths)
         if self._speech:
             batch.cross_attention = self._speech.cross_attention(rows, batch.attention.query_start_loc)
+        if self._states:
+            batch.states = self._states.batch(step)
         hidden = self._runner.forward(batch)
+        if self._states:
+            self._states.fork(step.updates)
         if self._speech and batch.cross_attention:
             self._speech.collect(rows, batch.cross_attention)
         return hidden, batch.aux_hidden_states
@@ -549,6 +568,8 @@ class Worker:
             self._images.clear()
         if self._speech:
             self._speech.clear()
+        if self._states:
+            self._states.free()
         if self._drafter:
             self._drafter.reset()
         if drops:

@@ -7,7 +7,16 @@ alive.
 from __future__ import annotations
 
 from .. import _kernels, native
-from ..reference import apply_bitmask, log_softmax, sample_random, topk
+from ..reference import (
+    apply_bitmask,
+    gated_delta_rule,
+    gated_rms_norm,
+    log_softmax,
+    multiply_gate,
+    sample_random,
+    short_convolution,
+    topk,
+)
 from .elementwise import (
     activation,
     activation_and_mul,

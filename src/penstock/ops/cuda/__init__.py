@@ -11,7 +11,15 @@ import triton
 
 from penstock.core import Code, PenstockError
 
-from ..reference import count_experts, empty, place_experts
+from ..reference import (
+    count_experts,
+    empty,
+    gated_delta_rule,
+    gated_rms_norm,
+    multiply_gate,
+    place_experts,
+    short_convolution,
+)
 from .attention import attention
 from .elementwise import (
     activation,

@@ -1,0 +1,44 @@
+"""Configuration of layers with recurrent state, by kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .state_spec import StateSpec, StateTensor
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetConfig:
+    """Gated delta net (Yang et al., 2024): short convolution, then linear attention by the gated delta rule."""
+
+    key_heads: int
+    value_heads: int
+    """Number of value heads, a multiple of ``key_heads``; each has a state of ``key_dim`` times ``value_dim``."""
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """Number of tokens that the short convolution sees."""
+    module: str = "linear_attn"
+    """Name of the module in the checkpoint."""
+    fused_projections: bool = False
+    """One matrix for queries, keys, values and output gate by key head, another for both gates (Qwen3-Next); else four
+    matrices (Qwen3.5)."""
+
+    def spec(self, dtype: str, key_heads: int, value_heads: int) -> StateSpec:
+        """State of a rank with ``key_heads`` and ``value_heads``."""
+        channels, heads = 2 * key_heads * self.key_dim + value_heads * self.value_dim, value_heads
+        return StateSpec(
+            {
+                "conv": StateTensor((self.kernel - 1, channels), dtype),
+                "state": StateTensor((heads, self.key_dim, self.value_dim), "float32"),
+            },
+            {
+                "conv_in": StateTensor((channels,), dtype),
+                "qkv": StateTensor((channels,), dtype),
+                "gates": StateTensor((2 * heads,), dtype),
+            },
+        )
+
+
+StateConfig = GatedDeltaNetConfig
+"""Configuration of a layer with state."""

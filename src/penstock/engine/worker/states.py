@@ -1,0 +1,107 @@
+"""Recurrent states of the worker's rows, and snapshots of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.state_spec import StateSpec, bytes_per_slot
+from penstock.ops import StateBatch
+
+from ..step import RowUpdates, StepInput
+
+
+class RowStates:
+    """States of rows and snapshots. The slot of a row is its number; the slots of snapshots follow.
+
+    Args:
+        specs: state of each recurrent layer of this pipeline stage.
+        rows: number of rows.
+        max_drafts: maximum number of draft tokens of a row.
+    """
+
+    def __init__(self, specs: Sequence[StateSpec], rows: int, max_drafts: int, device: torch.device) -> None:
+        self._specs = specs
+        self._rows = rows
+        self._max_drafts = max_drafts
+        self._device = device
+        self._cache: list[dict[str, Tensor]] = []
+        self._lengths = np.zeros(rows, np.int64)
+        """Number of tokens that each row's state includes."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return bytes_per_slot(self._specs, self._max_drafts)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the states of all rows."""
+        return self._rows * self.slot_bytes
+
+    def allocate(self, snapshots: int) -> None:
+        """Allocate the states of rows, and ``snapshots``."""
+        slots = self._rows + snapshots
+
+        def zeros(shape: tuple[int, ...], dtype: str) -> Tensor:
+            return torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
+
+        self._cache = [
+            {name: zeros((slots, *part.shape), part.dtype) for name, part in spec.state.items()}
+            | {name: zeros((self._rows, self._max_drafts, *part.shape), part.dtype) for name, part in spec.inputs.items()}
+            for spec in self._specs
+        ]
+
+    def free(self) -> None:
+        self._cache = []
+
+    def begin(self, updates: RowUpdates) -> None:
+        """Apply the updates that precede a step: beams that continue others, and rows that start."""
+        if len(updates.beam_steps):
+            steps = updates.beam_steps.reshape(-1, 4)
+            self._copy(steps[:, 1], steps[:, 0])
+        for new in updates.new:
+            self._lengths[new.row] = new.num_computed
+            for part in self._states():
+                part[new.row] = part[self._rows + new.snapshot] if new.snapshot >= 0 else 0
+
+    def fork(self, updates: RowUpdates) -> None:
+        """Copy the states of rows that a step has forked, after the step."""
+        if len(updates.forks):
+            forks = updates.forks.reshape(-1, 3)
+            self._copy(forks[:, 1], forks[:, 0])
+
+    def batch(self, step: StepInput) -> StateBatch:
+        """States of a step's sequences. Call this once for each step: it counts the step's tokens as applied."""
+        rows, count = step.rows, len(step.rows)
+        accepted = step.starts - self._lengths[rows]
+        assert (accepted >= 0).all() and (accepted <= self._max_drafts).all(), "a row's state is ahead of its tokens"
+        self._lengths[rows] = step.starts + step.lengths
+        drafts = step.drafts if len(step.drafts) else np.zeros(count, np.int32)
+        saves = step.snapshots.reshape(-1, 3)
+        starts = np.searchsorted(saves[:, 0], np.arange(count + 1))
+
+        def tensor(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values.astype(np.int32))
+
+        return StateBatch(
+            self._cache,
+            tensor(rows),
+            tensor(accepted),
+            tensor(drafts),
+            tensor(starts),
+            tensor(saves[:, 1]),
+            tensor(saves[:, 2] + self._rows),
+        )
+
+    def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy the states of rows to other rows, all at once."""
+        for part in self._states():
+            part[targets] = part[sources]
+        self._lengths[targets] = self._lengths[sources]
+
+    def _states(self) -> list[Tensor]:
+        return [cache[name] for cache, spec in zip(self._cache, self._specs, strict=True) for name in spec.state]

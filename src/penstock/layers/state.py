@@ -1,0 +1,33 @@
+"""Interface of layers with recurrent state."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.checkpoint.state_spec import StateSpec
+from penstock.ops import Batch
+
+
+class StateLayer(Protocol):
+    """A layer that keeps a state of fixed size per sequence, in place of keys and values or beside them."""
+
+    state_index: int
+    """Index of the layer's state in ``StateBatch.cache``, set by the model."""
+
+    def state_spec(self) -> StateSpec:
+        """Shape of this rank's state."""
+        ...
+
+    def __call__(self, x: Tensor, batch: Batch, logits_only: bool) -> Tensor:
+        """Apply all tokens to the states of their sequences.
+
+        Args:
+            x: ``[tokens, hidden]``.
+            logits_only: return only the rows ``batch.logits_indices``, as the last layer of a model does.
+
+        Returns:
+            ``[tokens, hidden]``, or ``[rows, hidden]`` with ``logits_only``.
+        """
+        ...

@@ -1,0 +1,87 @@
+"""Qwen3-Next (Qwen Team, 2025): gated delta nets in three of four layers, gated attention in the others, and a mixture of
+experts with a shared expert."""
+
+from dataclasses import replace
+
+from penstock.checkpoint.decoder_options import NormOptions
+from penstock.checkpoint.experts_config import dense_layers_by_step, read_experts
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
+from penstock.checkpoint.rope import rope_parameters_of
+from penstock.checkpoint.state_config import GatedDeltaNetConfig
+
+from ..registry import Family
+from ..stored import Stored, part_of
+
+
+def read_config(raw: ConfigJson) -> ModelConfig:
+    share = rope_parameters_of(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))
+    options = options_of(raw, norm=NormOptions(unit_offset=True), attention_gate=True, partial_rotary_factor=share)
+    config = dense_config(raw, qk_norm=True, options=options)
+    kinds = layer_types(raw, config.num_layers)
+    experts = read_experts(
+        raw,
+        "moe_intermediate_size",
+        dense_layers=dense_layers_by_step(raw),
+        shared_size=int(raw["shared_expert_intermediate_size"]),
+        shared_name="shared_expert",
+        shared_gate="shared_expert_gate",
+    )
+    return replace(config, experts=experts, layer_kinds=kinds, state=delta_net_config(raw))
+
+
+def layer_types(raw: ConfigJson, num_layers: int) -> tuple[str, ...]:
+    """``ModelConfig.layer_kinds`` from ``layer_types``, or ``full_attention_interval``."""
+    kinds = {"linear_attention": "state", "full_attention": "attention"}
+    if types := raw.get("layer_types"):
+        return tuple(kinds[each] for each in types)
+    interval = int(raw.get("full_attention_interval") or 4)
+    return tuple("state" if (layer + 1) % interval else "attention" for layer in range(num_layers))
+
+
+def delta_net_config(raw: ConfigJson) -> GatedDeltaNetConfig:
+    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    return GatedDeltaNetConfig(*(int(raw[f"linear_{name}"]) for name in sizes))
+
+
+def find_stored(config: ModelConfig, name: str) -> Stored:
+    """Parts of ``in_proj_qkvz``, ``in_proj_ba`` and ``q_proj``, which are interleaved by head."""
+    parent, _, last = name.rpartition(".")
+    net = config.state
+    assert net
+    groups = net.value_heads // net.key_heads
+    values = groups * net.value_dim
+    if last in ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z"):
+        sizes = [net.key_dim, net.key_dim, values, values]
+        return interleaved(f"{parent}.in_proj_qkvz", net.key_heads, sizes, "qkvz".index(last[-1]))
+    if last in ("in_proj_b", "in_proj_a"):
+        return interleaved(f"{parent}.in_proj_ba", net.key_heads, [groups, groups], "ba".index(last[-1]))
+    return find_convolution(config, name)
+
+
+def find_convolution(config: ModelConfig, name: str) -> Stored:
+    """Parts of ``conv1d``, and of ``q_proj`` with the output gate."""
+    parent, _, last = name.rpartition(".")
+    net = config.state
+    assert net
+    if last in ("conv1d_q", "conv1d_k", "conv1d_v"):
+        keys = net.key_heads * net.key_dim
+        sizes = [keys, keys, net.value_heads * net.value_dim]
+        return part_of(f"{parent}.conv1d", sizes, "qkv".index(last[-1]))
+    if last in ("q_proj", "q_gate"):
+        return interleaved(f"{parent}.q_proj", config.num_heads, [config.head_dim] * 2, last == "q_gate")
+    return Stored(name)
+
+
+def interleaved(name: str, heads: int, sizes: list[int], number: int) -> Stored:
+    """Location of one of several matrices that are stacked head by head in a tensor.
+
+    Args:
+        sizes: number of rows of each matrix per head.
+        number: index of the matrix.
+    """
+    size, first = sum(sizes), sum(sizes[:number])
+    ranges = tuple((head * size + first, head * size + first + sizes[number]) for head in range(heads))
+    return Stored(name, heads * size, ranges)
+
+
+FAMILY = Family(("Qwen3NextForCausalLM",), read_config, find_stored=find_stored)

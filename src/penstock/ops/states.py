@@ -1,0 +1,17 @@
+"""Sizes of the ops with recurrent state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DeltaSizes:
+    """Sizes of ``gated_delta_rule`` on one rank."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    l2_eps: float = 1e-6
+    """Added to the square of a query's or key's length before it is normalized."""
