@@ -8,6 +8,7 @@
 #include "argmax.h"
 #include "limits.h"
 #include "lora.h"
+#include "states.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
@@ -89,6 +90,11 @@ const Kernels kernels = {
     latent_merge,
     latent_store,
     product<LinearByHead, linear_by_head_block<float>, linear_by_head_block<bf16>>,
+    by_type<Convolution, convolution_task<float>, convolution_task<bf16>>,
+    kConvolutionTask,
+    by_type<LinearAttention, linear_attention_task<float>, linear_attention_task<bf16>>,
+    by_type<GatedNorm, gated_norm_row<float>, gated_norm_row<bf16>>,
+    by_type<MultiplyGate, multiply_gate_row<float>, multiply_gate_row<bf16>>,
     read,
     run_dots<Bf16Step>,
     run_dots<Int8Step>,

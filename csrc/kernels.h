@@ -333,6 +333,57 @@ struct LinearByHead {
   int64_t rows, heads, outputs, padded;
 };
 
+// Sequences of a step, and what happens to their recurrent states (StateBatch in ops/batch.py).
+struct StateRows {
+  const int32_t *starts, *slots, *accepted, *drafts, *save_starts, *save_after, *save_slots;
+};
+
+// Causal convolution of each channel.
+struct Convolution {
+  StateRows rows;
+  const void* x;
+  void* out;
+  void* state;  // [slots, kernel - 1, channels]: the last inputs
+  const void* kept;  // [slots, max_drafts, channels]
+  const float *weight, *bias;  // [kernel, channels], [channels]; `bias` null: absent
+  int64_t x_stride, out_stride, channels, kernel, max_drafts;  // strides: elements between tokens
+  bool silu;
+  Type type;
+};
+
+// Linear attention with one state [key_dim, value_dim] per value head: by the gated delta rule (`delta`), or as a state space
+// model (Mamba 2), whose keys, queries and values are B, C and x, and are multiplied by the step.
+struct LinearAttention {
+  StateRows rows;
+  const void *x, *gates;  // queries, keys and values at the offsets; steps at `step_offset`, with `delta` after the betas
+  void* out;
+  float* state;  // [slots, heads, key_dim, value_dim]
+  const void *kept, *kept_gates;  // [slots, max_drafts, width], [slots, max_drafts, gates_width]
+  const float *log_decay, *gate_bias, *skip;  // [heads]; `skip`: factor of the values that are added; null: absent
+  int64_t x_stride, gates_stride, out_stride, width, gates_width, max_drafts;
+  int64_t heads, groups, key_dim, value_dim, q_offset, k_offset, v_offset, step_offset;  // `groups`: heads per key head
+  float scale, l2_eps, min_step, max_step;
+  bool delta;
+  Type type;
+};
+
+// RMS norm of groups of a row, and multiplication by SiLU of a gate.
+struct GatedNorm {
+  const void *x, *gate, *weight;
+  void* out;
+  int64_t groups, size, stride, gate_stride, weight_stride, out_stride;
+  float eps;
+  bool gate_first;
+  Type type;
+};
+
+struct MultiplyGate {
+  const void *x, *gate;
+  void* out;
+  int64_t size, stride, gate_stride, out_stride;
+  Type type;
+};
+
 // Memory to read; `size`: bytes per task, a multiple of 256.
 struct Read {
   const void* from;
@@ -395,6 +446,11 @@ struct Kernels {
   void (*latent_merge)(const Attention&, int64_t task);  // merges the splits of the same rows, in the task of split 0
   void (*latent_store)(const LatentStore&, int64_t task);
   void (*linear_by_head)(const LinearByHead&, int64_t task);  // a task is one head and linear_rows rows
+  void (*convolution)(const Convolution&, int64_t task);
+  int64_t convolution_channels;  // of a task
+  void (*linear_attention)(const LinearAttention&, int64_t task);
+  void (*gated_norm)(const GatedNorm&, int64_t row);
+  void (*multiply_gate)(const MultiplyGate&, int64_t row);
   void (*read)(const Read&, int64_t task);
   int64_t (*float_dots)(int64_t steps);
   int64_t (*integer_dots)(int64_t steps);

@@ -626,6 +626,61 @@ void linear_by_head(Address x, const Matrix& matrix, Address out, int64_t x_stri
   });
 }
 
+// Keeps the inputs of drafts for the next step (StateBatch in ops/batch.py).
+void keep_inputs(const StateRows& rows, Address x, Address kept, int64_t row_bytes, int64_t stride, int64_t max_drafts,
+                 int64_t sequences) {
+  submit({0, sequences}, [=](Size size) {
+    for (int64_t sequence = 0; sequence < size.sequences; sequence++) {
+      const int64_t drafts = rows.drafts[sequence], first = rows.starts[sequence + 1] - drafts;
+      for (int64_t i = 0; i < drafts; i++)
+        memcpy(ptr<char>(kept) + (rows.slots[sequence] * max_drafts + i) * row_bytes, ptr<char>(x) + (first + i) * stride,
+               row_bytes);
+    }
+  });
+}
+
+void convolution(const StateRows& rows, Address x, Address out, Address state, Address kept, Address weight, Address bias,
+                 int64_t sequences, int64_t x_stride, int64_t out_stride, int64_t channels, int64_t kernel,
+                 int64_t max_drafts, bool silu, int type) {
+  const auto args = make<Convolution>(rows, ptr<void>(x), ptr<void>(out), ptr<void>(state), ptr<void>(kept),
+                                      ptr<float>(weight), ptr<float>(bias), x_stride, out_stride, channels, kernel,
+                                      max_drafts, silu, Type(type));
+  submit({0, sequences}, [=](Size size) {
+    const int64_t tasks = size.sequences * ceil_div(args.channels, kernels->convolution_channels);
+    pool()->run(tasks, [&](int64_t task) { kernels->convolution(args, task); });
+  });
+}
+
+void linear_attention(const StateRows& rows, Address x, Address gates, Address out, Address state, Address kept,
+                      Address kept_gates, Address log_decay, Address gate_bias, Address skip, int64_t sequences,
+                      int64_t x_stride, int64_t gates_stride, int64_t out_stride, int64_t width, int64_t gates_width,
+                      int64_t max_drafts, int64_t heads, int64_t groups, int64_t key_dim, int64_t value_dim,
+                      int64_t q_offset, int64_t k_offset, int64_t v_offset, int64_t step_offset, float scale, float l2_eps,
+                      float min_step, float max_step, bool delta, int type) {
+  const auto args = make<LinearAttention>(
+      rows, ptr<void>(x), ptr<void>(gates), ptr<void>(out), ptr<float>(state), ptr<void>(kept), ptr<void>(kept_gates),
+      ptr<float>(log_decay), ptr<float>(gate_bias), ptr<float>(skip), x_stride, gates_stride, out_stride, width, gates_width,
+      max_drafts, heads, groups, key_dim, value_dim, q_offset, k_offset, v_offset, step_offset, scale, l2_eps, min_step,
+      max_step, delta, Type(type));
+  submit({0, sequences}, [=](Size size) {
+    pool()->run(size.sequences * args.heads, [&](int64_t task) { kernels->linear_attention(args, task); });
+  });
+}
+
+void gated_norm(Address x, Address gate, Address weight, Address out, int64_t rows, int64_t groups, int64_t width,
+                int64_t stride, int64_t gate_stride, int64_t weight_stride, int64_t out_stride, float eps, bool gate_first,
+                int type) {
+  submit_rows(rows, &Kernels::gated_norm,
+              GatedNorm{ptr<void>(x), ptr<void>(gate), ptr<void>(weight), ptr<void>(out), groups, width, stride, gate_stride,
+                        weight_stride, out_stride, eps, gate_first, Type(type)});
+}
+
+void multiply_gate(Address x, Address gate, Address out, int64_t rows, int64_t width, int64_t stride, int64_t gate_stride,
+                   int64_t out_stride, int type) {
+  submit_rows(rows, &Kernels::multiply_gate,
+              MultiplyGate{ptr<void>(x), ptr<void>(gate), ptr<void>(out), width, stride, gate_stride, out_stride, Type(type)});
+}
+
 // Waits for the other ranks.
 void barrier(Group& group) {
   submit({0, 0}, [&group](Size) { group.barrier(); });
@@ -679,6 +734,7 @@ NB_MODULE(_kernels, m) {
   m.attr("MAX_LATENT") = kMaxLatent;
   m.attr("MAX_LATENT_KEY") = kMaxLatentKey;
   m.attr("MAX_BLOCK") = kMaxBlock;
+  m.attr("MAX_KERNEL") = 8;
   nb::set_leak_warnings(false);  // objects that live until the process ends are not leaks
   m.attr("BUILT") = names_of(built);
   m.attr("MACHINE") = machine_sets();
@@ -738,6 +794,18 @@ NB_MODULE(_kernels, m) {
       .def("__init__", [](Experts* self, int64_t first) { new (self) Experts{{}, first}; })
       .def("add", [](Experts* self, const Matrix& matrix) { self->matrices.push_back(matrix); });
   const auto free = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<StateRows>(m, "StateRows")
+      .def("__init__", [](StateRows* self, Address starts, Address slots, Address accepted, Address drafts,
+                          Address save_starts, Address save_after, Address save_slots) {
+        new (self) StateRows{ptr<int32_t>(starts),      ptr<int32_t>(slots),      ptr<int32_t>(accepted),
+                             ptr<int32_t>(drafts),      ptr<int32_t>(save_starts), ptr<int32_t>(save_after),
+                             ptr<int32_t>(save_slots)};
+      });
+  m.def("keep_inputs", &keep_inputs, free);
+  m.def("convolution", &convolution, free);
+  m.def("linear_attention", &linear_attention, free);
+  m.def("gated_norm", &gated_norm, free);
+  m.def("multiply_gate", &multiply_gate, free);
   m.def("linear", &linear, free);
   m.def("linear_activation_and_mul", &gated, free);
   m.def("add_lora", &add_lora, free);

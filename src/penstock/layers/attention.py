@@ -161,7 +161,7 @@ class Attention:
 
         def attend(out: Tensor | None) -> Tensor:
             attended = self._ops.attention(q, cache, metadata, self._options, None if self._gate else out)
-            return attended if gate is None else self._ops.multiply_gate(attended, gate, "sigmoid", out)
+            return attended if gate is None else self._ops.multiply_gate(attended, gate, out)
 
         attended = self._group.all_gather(attend, q.shape[0], self._queries, self._dtype)
         return self._output(attended, lora_slots)

@@ -45,7 +45,7 @@ class GatedDeltaNet:
             context.read_weight(f"{name}.conv1d_{part}.weight", shard.total, 1, config.kernel, rows=shard.rows)
             for part, shard in zip("qkv", parts, strict=True)
         ]
-        self._convolution = torch.cat(convolutions)[:, 0].float().contiguous()
+        self._convolution = torch.cat(convolutions)[:, 0].float().T.contiguous()
         self._log_decay, self._gate_bias = (
             context.read_weight(f"{name}.{part}", values.total, rows=values.rows, as_stored=True).float()
             for part in ("A_log", "dt_bias")

@@ -7,16 +7,7 @@ alive.
 from __future__ import annotations
 
 from .. import _kernels, native
-from ..reference import (
-    apply_bitmask,
-    gated_delta_rule,
-    gated_rms_norm,
-    log_softmax,
-    multiply_gate,
-    sample_random,
-    short_convolution,
-    topk,
-)
+from ..reference import apply_bitmask, log_softmax, sample_random, topk
 from .elementwise import (
     activation,
     activation_and_mul,
@@ -57,6 +48,7 @@ from .matrix import (
     supports,
 )
 from .sketch import argmax
+from .states import gated_delta_rule, gated_rms_norm, multiply_gate, short_convolution
 
 native.set_up()
 

@@ -62,19 +62,19 @@ def short_convolution(
 
     Args:
         x: ``[tokens, channels]``.
-        weight: ``[channels, kernel]`` float32; the last entry is that of the token itself.
+        weight: ``[kernel, channels]`` float32; the last row is that of the token itself.
         bias: ``[channels]`` float32.
         silu: apply SiLU to the result.
         cache: ``conv``: ``[slots, kernel - 1, channels]``, the inputs before the next token; ``conv_in``.
 
     Returns ``[tokens, channels]``.
     """
-    kernel = weight.shape[1]
+    kernel = weight.shape[0]
 
     def scan(state: Parts, inputs: Parts) -> Tensor:
         whole = torch.cat((state["conv"], inputs["conv_in"]))
         windows = whole.unfold(0, kernel, 1).float()
-        out = (windows * weight).sum(-1)
+        out = (windows * weight.T).sum(-1)
         state["conv"].copy_(whole[whole.shape[0] - (kernel - 1) :].clone())
         out = out if bias is None else out + bias
         return (F.silu(out) if silu else out).to(x.dtype)
@@ -143,11 +143,11 @@ def gated_rms_norm(
     Args:
         x: ``[tokens, groups * size]``.
         gate: same shape as ``x``.
-        weight: ``[size]``, of all groups, or ``[groups * size]``, of the model's dtype.
+        weight: ``[size]`` of all groups, or ``[groups, size]``, of the model's dtype.
         gate_first: multiply by the gate before the norm (Mamba 2).
         out: destination of the result.
     """
-    size = weight.shape[0]
+    size = weight.shape[-1]
     gated, values = F.silu(gate.float()), x.float()
     if gate_first:
         values = values * gated
@@ -158,12 +158,13 @@ def gated_rms_norm(
     return result if out is None else out.copy_(result)
 
 
-def multiply_gate(x: Tensor, gate: Tensor, function: str, out: Tensor | None = None) -> Tensor:
-    """``x * function(gate)``, ``[tokens, size]``.
+def multiply_gate(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
+    """``x * sigmoid(gate)``.
 
     Args:
-        function: ``sigmoid``.
-        out: destination of the result.
+        x: ``[tokens, ...]``.
+        gate: ``[tokens, size]``, as many elements as ``x``.
+        out: destination of the result, ``[tokens, size]``.
     """
-    result = (x.float() * getattr(torch, function)(gate.float())).to(x.dtype)
-    return result if out is None else out.copy_(result)
+    result = (x.float().flatten(1) * gate.float().sigmoid()).to(x.dtype)
+    return result.view(x.shape) if out is None else out.copy_(result)
