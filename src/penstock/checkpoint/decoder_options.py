@@ -63,6 +63,9 @@ class DecoderOptions:
     layer_norms: LayerNorms = field(default_factory=LayerNorms)
     qk_norm: QKNormOptions = field(default_factory=QKNormOptions)
     """Used if ``ModelConfig.qk_norm`` is set."""
+    separate_mlps: bool = False
+    """A layer is either attention (or a recurrent part), or an MLP (Mamba, Nemotron-H); False: first one, then the
+    other."""
     parallel_residual: bool = False
     """Attention and MLP read the same input; their outputs are added (GPT-NeoX, Falcon)."""
     activation: str = "silu"

@@ -113,6 +113,11 @@ class ModelConfig:
         """Whether a layer has recurrent state."""
         return layer < len(self.layer_kinds) and self.layer_kinds[layer] in ("state", "both")
 
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP."""
+        only = self.options.separate_mlps and layer < len(self.layer_kinds)
+        return not only or self.layer_kinds[layer] == "mlp"
+
     @property
     def has_vision(self) -> bool:
         """Whether prompts may have images."""

@@ -24,8 +24,9 @@ class GatedDeltaNetConfig:
     """One matrix for queries, keys, values and output gate by key head, another for both gates (Qwen3-Next); else four
     matrices (Qwen3.5)."""
 
-    def spec(self, dtype: str, key_heads: int, value_heads: int) -> StateSpec:
-        """State of a rank with ``key_heads`` and ``value_heads``."""
+    def spec(self, dtype: str, key_heads: int = 0, value_heads: int = 0) -> StateSpec:
+        """State of a rank with ``key_heads`` and ``value_heads``; 0: all."""
+        key_heads, value_heads = key_heads or self.key_heads, value_heads or self.value_heads
         channels, heads = 2 * key_heads * self.key_dim + value_heads * self.value_dim, value_heads
         return StateSpec(
             {

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.checkpoint.decoder_options import QKNormOptions
 from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.state_config import GatedDeltaNetConfig
 from penstock.layers import (
     MLP,
     Attention,
@@ -87,9 +88,11 @@ def make_attention(context: BuildContext, config: ModelConfig, layer: int, name:
 
 def make_state(context: BuildContext, config: ModelConfig, layer: int, name: str) -> StateLayer:
     """``StateFactory`` by ``config.state``."""
-    state = config.state
-    assert state
-    return GatedDeltaNet(context, f"{name}.{state.module}", config.hidden_size, state, config.rms_norm_eps)
+    match config.state:
+        case GatedDeltaNetConfig() as state:
+            return GatedDeltaNet(context, f"{name}.{state.module}", config.hidden_size, state, config.rms_norm_eps)
+        case None:
+            raise AssertionError("the model has no layers with state")
 
 
 def latent_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
@@ -198,20 +201,23 @@ class DecoderLayer:
     ) -> None:
         name, names, options = f"model.layers.{number}", config.options.layer_norms, config.options
 
-        def norm(norm_name: str | None) -> Norm | None:
-            return make_norm(context, config, f"{name}.{norm_name}", config.hidden_size) if norm_name else None
+        mixes, has_mlp = config.has_attention(number) or config.has_state(number), config.has_mlp(number)
+
+        def norm(norm_name: str | None, exists: bool) -> Norm | None:
+            exists = exists and norm_name is not None
+            return make_norm(context, config, f"{name}.{norm_name}", config.hidden_size) if exists else None
 
         self._ops = context.ops
         self._last = number == config.num_layers - 1
         self._parallel = options.parallel_residual
         self._residual_scale = options.residual_scale
-        self._before_attention = norm(names.before_attention)
+        self._before_attention = norm(names.before_attention, mixes)
         self.attention = attention(context, config, number, f"{name}.self_attn") if config.has_attention(number) else None
         self.state = state(context, config, number, name) if config.has_state(number) else None
-        self._after_attention = norm(names.after_attention)
-        self._before_mlp = norm(names.before_mlp)
-        self._mlp = mlp(context, config, number, f"{name}.mlp")
-        self._after_mlp = norm(names.after_mlp)
+        self._after_attention = norm(names.after_attention, mixes)
+        self._before_mlp = norm(names.before_mlp, has_mlp)
+        self._mlp = mlp(context, config, number, f"{name}.mlp") if has_mlp else None
+        self._after_mlp = norm(names.after_mlp, has_mlp)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, cache: Any, batch: Batch, export: LayerExport | None = None
@@ -224,15 +230,22 @@ class DecoderLayer:
             export: destination of a copy of the stored keys and values; None: no copy.
 
         Returns:
-            The MLP output, not yet added to the residual stream, and the residual stream; ``[tokens, hidden]`` each, in
-            the last layer ``[rows, hidden]``.
+            The output of the layer's last part, not yet added to the residual stream, and the residual stream;
+            ``[tokens, hidden]`` each, in the last layer ``[rows, hidden]``.
         """
-        normed, residual = self._add(x, residual, self._before_attention)
-        x = self._mix(normed, cache, batch, export)
-        if self._last:
+        normed = x
+        if self.attention or self.state:
+            normed, residual = self._add(x, residual, self._before_attention)
+            x = self._output(self._mix(normed, cache, batch, export), self._after_attention)
+        elif self._last:
+            x = self._ops.index_select(x, batch.logits_indices)
+        if self._last and residual is not None:
             residual = self._ops.index_select(residual, batch.logits_indices)
-        x = self._output(x, self._after_attention)
+        if self._mlp is None:
+            assert residual is not None
+            return x, residual
         if self._parallel:
+            assert residual is not None
             residual = self._ops.add_residual(x, residual)
             x = self._ops.index_select(normed, batch.logits_indices) if self._last else normed
         else:

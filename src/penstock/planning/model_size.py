@@ -144,8 +144,7 @@ def state_specs_of(config: ModelConfig) -> tuple[StateSpec, ...]:
     state = config.state
     if state is None:
         return ()
-    spec = state.spec(config.dtype, state.key_heads, state.value_heads)
-    return (spec,) * sum(map(config.has_state, range(config.num_layers)))
+    return (state.spec(config.dtype),) * sum(map(config.has_state, range(config.num_layers)))
 
 
 def _attention(config: ModelConfig) -> tuple[int, int]:
