@@ -211,5 +211,7 @@ class CaptureOptions:
     sampled: Tensor | None = None
     """Tokens sampled by the previous step, int64 on the device. ``Batch.token_ids`` may refer to these tokens if the
     backend is ``ASYNCHRONOUS``."""
+    state_cache: list[dict[str, Tensor]] | None = None
+    """``StateBatch.cache`` of the batches; None for batches without states."""
     key_ends: bool = False
     """Batches have ``AttentionMetadata.key_ends``; only on CPUs."""

@@ -45,6 +45,8 @@ class ModelRunner:
         max_rows: maximum number of sequences per step.
         max_len: maximum number of tokens per sequence.
         block_size: number of tokens per KV block.
+        state_cache: states of the model's recurrent layers (``StateBatch.cache``), which are allocated when the forward
+            pass is captured; None without such layers.
         lora: True if rows may have LoRA adapters.
         graph_sizes: numbers of sequences for which CUDA graphs are captured.
     """
@@ -60,6 +62,7 @@ class ModelRunner:
         max_rows: int,
         max_len: int,
         block_size: int,
+        state_cache: list[dict[str, Tensor]] | None = None,
         lora: bool = False,
         graph_sizes: Sequence[int] = (),
     ) -> None:
@@ -68,6 +71,7 @@ class ModelRunner:
         self.device = device
         self._specs = specs
         self._lora = lora
+        self._state_cache = state_cache
         self._max_tokens = max_tokens
         self._max_rows = max_rows
         self._block_size = block_size
@@ -134,7 +138,6 @@ class ModelRunner:
         not_capturable = (
             model.config.model_impl != "penstock"
             or model.config.speech
-            or model.config.state
             or (experts is not None and experts.by_modality)
         )
         capture = reference.capture if not_capturable else self.ops.capture
@@ -147,6 +150,7 @@ class ModelRunner:
             device=self.device,
             graph_sizes=self._graph_sizes if graph_sizes is None else graph_sizes,
             sampled=self._sampled,
+            state_cache=self._state_cache,
             key_ends=model.vision is not None and model.vision.bidirectional,
         )
         forward = capture(run, options)

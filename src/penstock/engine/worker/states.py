@@ -28,7 +28,8 @@ class RowStates:
         self._rows = rows
         self._max_drafts = max_drafts
         self._device = device
-        self._cache: list[dict[str, Tensor]] = []
+        self.cache: list[dict[str, Tensor]] = []
+        """``StateBatch.cache``: the same list before and after ``allocate``."""
         self._lengths = np.zeros(rows, np.int64)
         """Number of tokens that each row's state includes."""
 
@@ -49,14 +50,14 @@ class RowStates:
         def zeros(shape: tuple[int, ...], dtype: str) -> Tensor:
             return torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
 
-        self._cache = [
+        self.cache[:] = [
             {name: zeros((slots, *part.shape), part.dtype) for name, part in spec.state.items()}
             | {name: zeros((self._rows, self._max_drafts, *part.shape), part.dtype) for name, part in spec.inputs.items()}
             for spec in self._specs
         ]
 
     def free(self) -> None:
-        self._cache = []
+        self.cache.clear()
 
     def begin(self, updates: RowUpdates) -> None:
         """Apply the updates that precede a step: beams that continue others, and rows that start."""
@@ -88,7 +89,7 @@ class RowStates:
             return torch.from_numpy(values.astype(np.int32))
 
         return StateBatch(
-            self._cache,
+            self.cache,
             tensor(rows),
             tensor(accepted),
             tensor(drafts),
@@ -104,4 +105,4 @@ class RowStates:
         self._lengths[targets] = self._lengths[sources]
 
     def _states(self) -> list[Tensor]:
-        return [cache[name] for cache, spec in zip(self._cache, self._specs, strict=True) for name in spec.state]
+        return [cache[name] for cache, spec in zip(self.cache, self._specs, strict=True) for name in spec.state]

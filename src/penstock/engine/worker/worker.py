@@ -20,6 +20,7 @@ from penstock.checkpoint.kv_spec import KV_QUANTIZATION
 from penstock.config.cuda_graphs import capture_sizes
 from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
+from penstock.core.errors import invalid
 from penstock.core.expert_placement import num_redundant_experts
 from penstock.models.model import Model
 from penstock.models.whisper import Whisper
@@ -130,7 +131,12 @@ class Worker:
             else None
         )
 
-        def runner(model: Model, lora: bool) -> ModelRunner:
+        self._states = None
+        if state_specs := loaded.model.state_specs():
+            max_drafts = speculative.num_speculative_tokens if speculative else 0
+            self._states = RowStates(state_specs, rows, max_drafts, loaded.device)
+
+        def runner(model: Model, lora: bool, states: RowStates | None = None) -> ModelRunner:
             return ModelRunner(
                 model,
                 loaded.ops,
@@ -140,17 +146,14 @@ class Worker:
                 max_rows=rows,
                 max_len=loaded.max_model_len,
                 block_size=options.block_size,
+                state_cache=states.cache if states else None,
                 lora=lora,
                 graph_sizes=()
                 if options.enforce_eager
                 else capture_sizes(options.max_num_seqs, options.cudagraph_capture_sizes),
             )
 
-        self._states = None
-        if state_specs := loaded.model.state_specs():
-            max_drafts = speculative.num_speculative_tokens if speculative else 0
-            self._states = RowStates(state_specs, rows, max_drafts, loaded.device)
-        self._runner = runner(loaded.model, bool(loaded.max_loras))
+        self._runner = runner(loaded.model, bool(loaded.max_loras), self._states)
         self._runners = [self._runner]
         self._prompt_outputs = PromptOutputs(self._runner, self._batch)
         self._adapters = AdapterSlots(self._runner, options.max_lora_rank)
@@ -187,6 +190,8 @@ class Worker:
     def _profile(self) -> MemoryProfile:
         """Measure the memory that is free for KV blocks (``ProfileMemory``)."""
         runners = self._runners
+        if self._states:
+            self._states.allocate(0)
         activations = sum(runner.activation_bytes() for runner in runners)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -201,7 +206,12 @@ class Worker:
         if self._speech:
             activations += self._speech.num_bytes
         if self._states:
+            self._states.free()
             activations += self._states.row_bytes
+            if free < self._states.row_bytes:
+                limit = free // self._states.slot_bytes
+                message = f"the recurrent states of {limit + 1} sequences take more than the free memory; lower it"
+                raise invalid("max_num_seqs", message, limit)
         return MemoryProfile(
             free=max(free - activations, 0),
             total=total,
@@ -221,9 +231,9 @@ class Worker:
     def _allocate_cache(self) -> None:
         blocks, host_blocks = self._num_blocks
         load = self._expert_load.read()  # ``init_cache`` computes steps to capture CUDA graphs: restore the counters
-        self._runner.init_cache(blocks, host_blocks, self._kv_copies.exports)
         if self._states:
             self._states.allocate(self._num_snapshots)
+        self._runner.init_cache(blocks, host_blocks, self._kv_copies.exports)
         if self._drafter:
             self._drafter.init_cache(blocks)
         self._expert_load.write(load)

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from .. import _kernels, pages
-from ..batch import CPU, AttentionMetadata, Batch, CaptureOptions, ForwardFn
+from ..batch import CPU, AttentionMetadata, Batch, CaptureOptions, ForwardFn, StateBatch
 
+MAX_SNAPSHOTS = 3
+"""Maximum number of snapshots of a sequence's state in a step."""
 MAX_CAPTURED_TOKENS = 4096
 """Maximum number of tokens of a batch that uses the graph, which has buffers of this size."""
 _capturing = threading.local()
@@ -117,6 +119,10 @@ class CapturedGraph:
             hidden_states=None if hidden_states is None else hidden_states[:max_tokens],
             export_places=zeros(max_tokens),
         )
+        if options.state_cache is not None:
+            numbers = [zeros(count, dtype=torch.int32) for count in (sequences, sequences, sequences, sequences + 1)]
+            snapshots = [zeros(MAX_SNAPSHOTS * sequences, dtype=torch.int32) for _ in range(2)]
+            self._batch.states = StateBatch(options.state_cache, *numbers, *snapshots)
         self._exported = max_tokens
         """Number of leading entries of ``export_places`` that may differ from -1."""
         self._native, self._arena = _kernels.Graph(), Arena()
@@ -149,6 +155,8 @@ class CapturedGraph:
             if buffer is not None and source is not None:
                 buffer[: len(source)] = source
         self._set_export_places(batch.export_places)
+        if buffers.states and batch.states:
+            _copy_states(buffers.states, batch.states)
         sequences = _copy_metadata(buffers.attention, batch.attention)
         logits_sequences = _copy_metadata(buffers.logits_attention, batch.logits_attention)
         self._native.run(tokens, sequences, rows, logits_sequences)
@@ -175,6 +183,19 @@ def _copy_metadata(buffers: AttentionMetadata, source: AttentionMetadata) -> int
     if buffers.key_ends is not None and source.key_ends is not None:
         buffers.key_ends[: len(source.key_ends)] = source.key_ends
     return sequences
+
+
+def _copy_states(buffers: StateBatch, source: StateBatch) -> None:
+    """Copy the numbers of a step's states into the graph's buffers."""
+    for buffer, values in (
+        (buffers.slots, source.slots),
+        (buffers.accepted, source.accepted),
+        (buffers.drafts, source.drafts),
+        (buffers.save_start_loc, source.save_start_loc),
+        (buffers.save_after, source.save_after),
+        (buffers.save_slots, source.save_slots),
+    ):
+        buffer[: len(values)] = values
 
 
 def capture(forward: ForwardFn, options: CaptureOptions) -> ForwardFn:
