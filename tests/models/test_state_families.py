@@ -1,16 +1,117 @@
-"""Models with recurrent state, with random configurations, compared with transformers."""
+"""Models with recurrent state, with random configurations, compared with transformers, and with themselves under other
+options: their tokens and log probabilities have the same bits."""
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 from state_families import FAMILIES, draw
-from test_families import check
+from test_families import GREEDY, OPTIONS, PROMPTS, VOCABULARY, check
+
+from penstock.core import PenstockError, SamplingParams
+from penstock.frontend.llm import LLM
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
+DRAWS = int(os.environ.get("PENSTOCK_FAMILY_DRAWS", "20"))
+"""Number of configurations per family in the thorough test."""
+REPEATED = [prompt[:20] * 4 for prompt in PROMPTS if len(prompt) >= 20]
+"""Prompts with repetitions, for drafts of n-grams."""
+SEVERAL = SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=12, logprobs=1, ignore_eos=True)
+BEAMS = SamplingParams(temperature=0, use_beam_search=True, n=2, best_of=3, max_tokens=8, ignore_eos=True)
+NGRAMS = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "adaptive": False})
 
+
+def outputs(folder: Path, sampling: SamplingParams, prompts: list[list[int]], **options: Any) -> list[Any]:
+    """Tokens and log probabilities of all sequences."""
+    llm = LLM(folder, **OPTIONS | options)
+    return [
+        [(one.token_ids, one.logprobs) for one in output.outputs]
+        for output in llm.generate(prompts, sampling, use_tqdm=False)
+    ]
+
+
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_matches_transformers(family: str, tmp_path: Path) -> None:
     check(tmp_path, draw(family, 0, tmp_path))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drawn_configs_match_transformers(family: str, tmp_path: Path) -> None:
+    for seed in range(1, DRAWS + 1):
+        check(tmp_path / str(seed), draw(family, seed, tmp_path / str(seed)))
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_do_not_depend_on_drafts_ranks_and_stages(family: str, tmp_path: Path) -> None:
+    draw(family, 0, tmp_path)
+    for sampling in (GREEDY, SEVERAL):
+        expected = outputs(tmp_path, sampling, REPEATED, max_num_batched_tokens=512, num_gpu_blocks_override=400)
+        for options in (
+            {"speculative_config": NGRAMS},
+            {"tensor_parallel_size": 2},
+            {"pipeline_parallel_size": 2, "speculative_config": NGRAMS},
+        ):
+            assert outputs(tmp_path, sampling, REPEATED, **options) == expected, options
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_beams_continue_from_their_parents(family: str, tmp_path: Path) -> None:
+    draw(family, 0, tmp_path)
+    found = outputs(tmp_path, BEAMS, PROMPTS[1:3], num_gpu_blocks_override=100)
+    llm = LLM(tmp_path, **OPTIONS)
+    for prompt, beams in zip(PROMPTS[1:3], found, strict=True):
+        assert len({tuple(tokens) for tokens, _ in beams}) == 2
+        for tokens, _ in beams:  # each beam's score is the sum of the log probabilities that it has as a prompt
+            scored = llm.generate(
+                [prompt + tokens], SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0), use_tqdm=False
+            )
+            assert scored[0].prompt_logprobs
+
+
+@pytest.mark.parametrize("family", ["Qwen3Next"])
+def test_snapshots_are_made_at_ends_of_prompts_and_outputs_and_at_forks(family: str, tmp_path: Path) -> None:
+    draw(family, 0, tmp_path)
+    llm = LLM(tmp_path, **OPTIONS | {"num_gpu_blocks_override": 400})
+    rng = Random(1)
+    system, first, second = ([rng.randrange(2, VOCABULARY) for _ in range(length)] for length in (90, 30, 40))
+
+    def cached(prompt: list[int], max_tokens: int = 30) -> tuple[int, list[int]]:
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        (output,) = llm.generate([prompt], sampling, use_tqdm=False)
+        return output.num_cached_tokens or 0, output.outputs[0].token_ids
+
+    assert cached(system + first)[0] == 0
+    count, answer = cached(system + first)
+    assert count == 112  # the last whole block of the prompt's 120 tokens
+    assert cached(system + first + answer + second)[0] == 144  # the last whole block of the output
+    assert cached(system + second)[0] == 0  # keys and values of 80 tokens are cached, but no snapshot: one is made
+    assert cached(system + second[::-1])[0] == 80
+    cold = LLM(tmp_path, **OPTIONS | {"num_gpu_blocks_override": 400, "enable_prefix_caching": False})
+    (expected,) = cold.generate([system + second[::-1]], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    assert cached(system + second[::-1])[1] == expected.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"preemption_mode": "swap"}, "preemption_mode"),
+        ({"speculative_config": json.dumps({"model": "SELF", "speculative_token_tree": "[(0,), (1,)]"})}, "tree"),
+        ({"role": "prefill"}, "role"),
+    ],
+    ids=["swap", "tree", "role"],
+)
+def test_unsupported_options_are_refused_by_name(options: dict[str, Any], named: str, tmp_path: Path) -> None:
+    draw("Qwen3Next", 0, tmp_path)
+    options = {name: value.replace("SELF", str(tmp_path)) for name, value in options.items()}
+    with pytest.raises(PenstockError, match=named):
+        LLM(tmp_path, **OPTIONS | options)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-import torch
 from checkpoints import save
 from families import VOCABULARY, experts, flag, sizes
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen3NextConfig

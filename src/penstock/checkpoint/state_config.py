@@ -24,6 +24,11 @@ class GatedDeltaNetConfig:
     """One matrix for queries, keys, values and output gate by key head, another for both gates (Qwen3-Next); else four
     matrices (Qwen3.5)."""
 
+    def num_weights(self, hidden_size: int) -> int:
+        """Parameters of the matrices of a layer."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return hidden_size * (2 * keys + 3 * values + 2 * self.value_heads)
+
     def spec(self, dtype: str, key_heads: int = 0, value_heads: int = 0) -> StateSpec:
         """State of a rank with ``key_heads`` and ``value_heads``; 0: all."""
         key_heads, value_heads = key_heads or self.key_heads, value_heads or self.value_heads

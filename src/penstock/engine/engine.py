@@ -44,8 +44,8 @@ from .guided import BitmaskBuilder, Grammar, GrammarCompiler
 from .guided.reasoning_guide import make_guide
 from .kv.block_pool import BlockPool
 from .kv.memory import count_blocks, count_host_blocks, count_snapshots
-from .kv.snapshots import StateSnapshots
 from .kv.offloading import KVOffloading, new_host_tier, start_offloading
+from .kv.snapshots import StateSnapshots
 from .kv_transfer.connector import KVConnector, model_layouts, new_transfer_buffer
 from .lora import LoRAManager
 from .request_spans import RequestSpans
@@ -168,7 +168,9 @@ class Engine:
         transfer = self._transfer_buffer.memory if self._transfer_buffer else None
         offload = host_tier.memory if host_tier else None
         num_snapshots = count_snapshots(options, self._memory)
-        self._executor.run(InitCache(blocks, host_blocks, transfer, num_snapshots, offload))  # raises if memory is too small
+        self._executor.run(
+            InitCache(blocks, host_blocks, transfer, num_snapshots, offload)
+        )  # raises if memory is too small
         device_pool = BlockPool(blocks - _tree_blocks(speculative, options, blocks), options.block_size)
         self.kv_offloading: KVOffloading | None = None
         """Host and disk tiers of the prefix cache; None without them."""
@@ -257,6 +259,10 @@ class Engine:
         weights = weight_bytes(model_size, info.quantization, info.dtype, bool(info.mtp_layers))
         if draft := draft_size(SpeculativeConfig.read(options.speculative_config), options.model, model_size):
             weights += weight_bytes(draft.on_cpu() if on_cpu else draft, info.quantization, options.dtype)
+        if state := self._memory.state_bytes:
+            rows, snapshots = options.max_num_seqs + 1, count_snapshots(options, self._memory)
+            message = "memory: recurrent states of %d sequences %.2f GB, %d snapshots for the prefix cache %.2f GB"
+            logger.info(message, rows - 1, rows * state / 1e9, snapshots, snapshots * state / 1e9)
         size = self._memory.block_bytes // options.block_size
         cache = CachePlan(blocks, options.block_size, size, self.max_model_len, options.kv_cache_ratio)
         logger.info(

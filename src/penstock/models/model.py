@@ -118,7 +118,8 @@ class Model(LanguageModelHead, Protocol):
         stage, if it is None, the embeddings of ``batch.token_ids``.
 
         Args:
-            export: one export for each layer of this stage with keys and values, for batches with ``export_places``; empty: no export.
+            export: one export for each layer of this stage with keys and values, for batches with ``export_places``;
+                empty: no export.
         """
         ...
 

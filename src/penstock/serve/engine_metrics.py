@@ -73,6 +73,11 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
         "KV cache blocks not in use by sequences, including cached prefixes.",
         lambda stats: stats.blocks - stats.blocks_used,
     ),
+    "state_snapshots": ("Snapshots of recurrent states.", _field("state_snapshots")),
+    "state_snapshots_used": (
+        "Snapshots with a recurrent state that the prefix cache can use.",
+        _field("state_snapshots_used"),
+    ),
     "kv_transfer_slots": (
         "Slots of the KV transfer buffers (prefill/decode disaggregation).",
         _field("kv_slots"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.checkpoint.config_json import read_config_json
 from penstock.checkpoint.kv_spec import bytes_per_token
+from penstock.checkpoint.state_spec import bytes_per_slot
 from penstock.cli.flags import add_options, configure
 from penstock.cli.screen import print_json
 from penstock.config.options import Configuration, EngineOptions
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, Any]:
     """Results by name. Raises ``PenstockError`` if the model cannot be read, or no KV block fits."""
     from penstock.engine.draft_folder import draft_size
+    from penstock.engine.kv.memory import count_snapshots
+    from penstock.engine.step import MemoryProfile
     from penstock.frontend.downloads import Selection
     from penstock.frontend.hub import resolve_draft, resolve_source
 
@@ -87,7 +90,11 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
         token += bytes_per_token(kv_specs(draft, options.block_size, cache_dtype, options.dtype, ranks=ranks))
     weights //= ranks
     longest = options.max_model_len or size.max_model_len
-    room = _room(args, options, weights)
+    state = bytes_per_slot(size.states, speculative.num_speculative_tokens if speculative else 0) // (ranks * stages)
+    states = state * (options.max_num_seqs + 1)
+    room = _room(args, options, weights + states)
+    snapshots = count_snapshots(options, MemoryProfile(max(room, 0), 0, token, token, state))
+    room -= snapshots * state
     blocks = _blocks(options, longest, room, token * options.block_size)
     cache = CachePlan(blocks, options.block_size, token, longest, options.kv_cache_ratio)
     prompt, output = args.input_len, args.output_len
@@ -101,6 +108,10 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
         "weight_bytes": weights,
         "kv_bytes_per_token": token,
         "kv_bytes_per_block": token * options.block_size,
+        "state_bytes_per_sequence": state,
+        "state_bytes": states,
+        "state_snapshots": snapshots,
+        "state_snapshot_bytes": snapshots * state,
         "room_bytes": room,
         "kv_cache_bytes": cache.bytes,
         "block_size": options.block_size,
@@ -138,6 +149,8 @@ def _blocks(options: EngineOptions, longest: int, room: int, size: int) -> int:
     """Number of KV blocks, from the same options with the same precedence as in the engine (``engine.kv.memory``)."""
     if options.num_gpu_blocks_override:
         return options.num_gpu_blocks_override
+    if not size:  # no layer has keys and values
+        return blocks_of_sequences(2 * options.max_num_seqs, longest, options.block_size)
     if options.kv_cache_sequences and not options.kv_cache_memory_bytes:
         return blocks_of_sequences(options.kv_cache_sequences, longest, options.block_size)
     if room < size:
@@ -156,6 +169,7 @@ def _print(result: dict[str, Any]) -> None:
         ("weights", _size(result["weight_bytes"]), ""),
         ("KV per token", f"{result['kv_bytes_per_token']:,} bytes", ""),
         ("KV per block", f"{result['kv_bytes_per_block']:,} bytes", f"{result['block_size']} tokens"),
+        *_state_rows(result),
         ("room for KV cache", _size(result["room_bytes"]), "too little" if cache_bytes > result["room_bytes"] else ""),
         ("KV cache", _size(cache_bytes), ""),
         ("blocks", f"{result['total_block_num']:,}", "total_block_num"),
@@ -170,6 +184,17 @@ def _print(result: dict[str, Any]) -> None:
     ]
     for name, value, note in rows:
         print(f"{name:<20} {value:<24} {note}".rstrip())
+
+
+def _state_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Rows of the recurrent states; none for models without them."""
+    if not result["state_bytes"]:
+        return []
+    return [
+        ("state per sequence", _size(result["state_bytes_per_sequence"]), ""),
+        ("states", _size(result["state_bytes"]), "of max_num_seqs sequences"),
+        ("state snapshots", _size(result["state_snapshot_bytes"]), f"{result['state_snapshots']:,} snapshots"),
+    ]
 
 
 def _size(count: int) -> str:

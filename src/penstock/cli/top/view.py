@@ -120,6 +120,11 @@ def _engine(history: History, model: Answer, engine: Answer, name: str, width: i
         ],
         [
             f"KV cache {bar:{glyphs.empty}<{length}} {100 * used:.0f} % of {stats['blocks']:,} blocks",
+            *(
+                [f"state snapshots {stats['state_snapshots_used']:,} of {count:,}"]
+                if (count := stats["state_snapshots"])
+                else []
+            ),
             f"prefix hits {_share(counters['prefix_cache_hits'], counters['prefix_cache_queries'])}",
             f"drafts accepted {_share(stats['accepted_tokens'], stats['draft_tokens'])}",
         ],

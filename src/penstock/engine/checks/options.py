@@ -46,6 +46,8 @@ def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -
         )
         raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
     _check_vision(options, config, speculative)
+    if config.state:
+        _check_states(options, config, speculative)
     _check_ranks(options, config)
     return options
 
@@ -63,6 +65,22 @@ def _check_vision(options: EngineOptions, config: ModelConfig, speculative: Spec
     for name in [name for name, is_given in unsupported.items() if is_given]:
         message = f"{name}: {getattr(options, name)} is not supported for models with image input; remove this option"
         raise PenstockError(Code.UNSUPPORTED, message, name)
+
+
+def _check_states(options: EngineOptions, config: ModelConfig, speculative: SpeculativeConfig | None) -> None:
+    """Raise ``PenstockError`` (``unsupported``) for options that models with recurrent state do not support."""
+    unsupported = {
+        "role": (options.role != "mixed", "states are not transferred between instances"),
+        "preemption_mode": (options.preemption_mode == "swap", "states are not swapped; use recompute"),
+        "speculative_config": (
+            speculative is not None and speculative.tree is not None,
+            "its token tree has several paths, but a sequence has one state; remove speculative_token_tree",
+        ),
+    }
+    for name, (is_given, reason) in unsupported.items():
+        if is_given:
+            message = f"{name}: {getattr(options, name)} is not supported for {config.architecture}: {reason}"
+            raise PenstockError(Code.UNSUPPORTED, message, name)
 
 
 def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:

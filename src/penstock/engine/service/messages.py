@@ -178,6 +178,10 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Number of KV blocks on the device."""
     blocks_used: int = 0
     """Number of KV blocks held by sequences."""
+    state_snapshots: int = 0
+    """Number of snapshots of recurrent states."""
+    state_snapshots_used: int = 0
+    """Number of snapshots with a state that other sequences may start from."""
     preemptions: int = 0
     """Counter of preemptions; the beams of a request count once."""
     num_preempted_waiting: int = 0

@@ -498,6 +498,8 @@ class EngineServer:
             requests_of_others=sum(_split_internal_id(name)[0] != client for name in scheduler.request_ids()),
             blocks=scheduler.device_pool.total,
             blocks_used=scheduler.device_pool.num_used,
+            state_snapshots=scheduler.kv.snapshots.total if scheduler.kv.snapshots else 0,
+            state_snapshots_used=scheduler.kv.snapshots.num_used if scheduler.kv.snapshots else 0,
             preemptions=scheduler.num_preemptions,
             num_preempted_waiting=scheduler.num_preempted_waiting,
             num_swapped=scheduler.num_swapped,

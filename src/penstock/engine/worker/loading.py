@@ -173,6 +173,9 @@ def load_models(
     )
     draft_model = None
     if draft and draft.config:
+        if draft.config.state:
+            message = f"speculative_config: {draft.config.architecture} has recurrent state, and cannot draft"
+            raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
         draft_model = load_model(draft.folder, backend, replace(loading, max_len=max_model_len), draft.config)
     return LoadedModels(backend, device, model, draft_model, max_model_len, max_loras, info, expert_load, reload)
 

@@ -52,7 +52,10 @@ class RowStates:
 
         self.cache[:] = [
             {name: zeros((slots, *part.shape), part.dtype) for name, part in spec.state.items()}
-            | {name: zeros((self._rows, self._max_drafts, *part.shape), part.dtype) for name, part in spec.inputs.items()}
+            | {
+                name: zeros((self._rows, self._max_drafts, *part.shape), part.dtype)
+                for name, part in spec.inputs.items()
+            }
             for spec in self._specs
         ]
 

@@ -1,11 +1,11 @@
-"""Qwen3-Next (Qwen Team, 2025): gated delta nets in three of four layers, gated attention in the others, and a mixture of
-experts with a shared expert."""
+"""Qwen3-Next (Qwen Team, 2025): gated delta nets in three of four layers, gated attention in the others, and a mixture
+of experts with a shared expert."""
 
 from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import NormOptions
 from penstock.checkpoint.experts_config import dense_layers_by_step, read_experts
-from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
 from penstock.checkpoint.state_config import GatedDeltaNetConfig
 
@@ -29,9 +29,9 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     return replace(config, experts=experts, layer_kinds=kinds, state=delta_net_config(raw))
 
 
-def layer_types(raw: ConfigJson, num_layers: int) -> tuple[str, ...]:
+def layer_types(raw: ConfigJson, num_layers: int) -> tuple[LayerKind, ...]:
     """``ModelConfig.layer_kinds`` from ``layer_types``, or ``full_attention_interval``."""
-    kinds = {"linear_attention": "state", "full_attention": "attention"}
+    kinds: dict[str, LayerKind] = {"linear_attention": "state", "full_attention": "attention"}
     if types := raw.get("layer_types"):
         return tuple(kinds[each] for each in types)
     interval = int(raw.get("full_attention_interval") or 4)
@@ -39,8 +39,14 @@ def layer_types(raw: ConfigJson, num_layers: int) -> tuple[str, ...]:
 
 
 def delta_net_config(raw: ConfigJson) -> GatedDeltaNetConfig:
-    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    return GatedDeltaNetConfig(*(int(raw[f"linear_{name}"]) for name in sizes))
+    """The gated delta nets of a ``config.json``."""
+    return GatedDeltaNetConfig(
+        key_heads=int(raw["linear_num_key_heads"]),
+        value_heads=int(raw["linear_num_value_heads"]),
+        key_dim=int(raw["linear_key_head_dim"]),
+        value_dim=int(raw["linear_value_head_dim"]),
+        kernel=int(raw["linear_conv_kernel_dim"]),
+    )
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
