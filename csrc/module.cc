@@ -448,11 +448,11 @@ void embedding(Address ids, const Matrix& matrix, Address out, int64_t first, in
 }
 
 // Copies selected rows. This is no op on single rows, since it does not write the row that it reads.
-void index_select(Address x, Address rows, Address out, int64_t count, int64_t row_bytes) {
+void index_select(Address x, Address rows, Address out, int64_t count, int64_t row_bytes, int64_t stride) {
   if (recorded_graph) recorded_graph->rows_selected = true;
   submit({count, 0}, [=](Size size) {
     pool()->run(size.tokens, [&](int64_t row) {
-      memcpy(ptr<char>(out) + row * row_bytes, ptr<char>(x) + ptr<int64_t>(rows)[row] * row_bytes, row_bytes);
+      memcpy(ptr<char>(out) + row * row_bytes, ptr<char>(x) + ptr<int64_t>(rows)[row] * stride, row_bytes);
     });
   });
 }

@@ -22,7 +22,7 @@ from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3NextConfig
 
 from penstock.config.options import EngineOptions
 from penstock.core import EngineRequest, GuidedDecodingParams, SamplingParams, TokenDelta, Vocabulary
@@ -39,6 +39,8 @@ LONGEST = 256
 ADAPTERS = ("a", "b")
 PROCESSES = 1.0 if executors.DEFAULT == "mp" else 0.02 if SCHEDULES >= 1000 else 0.0
 """Share of the engines that have worker processes. The first engine of each kind always has them."""
+STATES = "states"
+"""Name of the checkpoint with recurrent states, and mark of the kinds of engines with this model."""
 GRIDS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))
 """(tensor, pipeline) parallel sizes of the engines with worker processes. The first engine of kind i has entry i."""
 SCHEDULES_PER_START = 10 if SCHEDULES >= 1000 else 4
@@ -60,6 +62,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 torch.nn.init.normal_(weight, std=0.2)
         adapted.save_pretrained(folder / name)
         model = adapted.unload()
+    delta_nets = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    delta_nets |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    config = Qwen3NextConfig(**SMALL | heads | delta_nets | experts, head_dim=16, layer_types=kinds)
+    config.shared_expert_intermediate_size = 32
+    save(config, folder / STATES)
     return folder
 
 
@@ -80,18 +89,25 @@ KINDS = [
     "bfloat16 w4a8 auto",
     "bfloat16 wint8 auto",
     "bfloat16 wint4-g32 int8",
+    "float32 none auto states",
+    "bfloat16 none int8 states",
 ]
-"""Kinds of engines: data type, quantization of the weights, and data type of the KV cache."""
+"""Kinds of engines: data type, quantization of the weights, data type of the KV cache, and ``STATES`` for a model with
+recurrent states."""
 SCHEDULES_PER_KIND = -(-SCHEDULES // len(KINDS))
 """Number of schedules per kind."""
 
 
 def start(checkpoint: Path, kind: str, **options: Any) -> Engine:
-    dtype, quantization, kv_cache_dtype = kind.split()
-    fixed = {"model": str(checkpoint), "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    dtype, quantization, kv_cache_dtype, *more = kind.split()
+    folder = checkpoint / STATES if STATES in more else checkpoint
+    fixed = {"model": str(folder), "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     fixed |= {"ops": OPS, "device": "cuda" if OPS == "cuda" else "auto"}
     fixed |= {"block_size": BLOCK, "max_model_len": LONGEST, "weight_cache_dir": "none"}
-    fixed["lora_modules"] = tuple(f"{name}={checkpoint / name}" for name in ADAPTERS)
+    if STATES in more:
+        options["preemption_mode"] = "recompute"  # states are not swapped
+    else:
+        fixed["lora_modules"] = tuple(f"{name}={checkpoint / name}" for name in ADAPTERS)
     engine = Engine(EngineOptions(**{"num_gpu_blocks_override": 400} | fixed | options))
     engine.set_vocabulary(vocabulary)
     return engine
@@ -260,6 +276,8 @@ class Counts(NamedTuple):
 def count_differences(checkpoint: Path, kind: str, schedules: int, ranks_first: bool = True) -> Counts:
     rng = Random(f"exactness:{kind}{SEED}")
     requests = [draw_request(rng, number) for number in range(LARGEST)]
+    if STATES in kind:
+        requests = [msgspec.structs.replace(request, adapter="") for request in requests]
     single_engine = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
     alone: dict[str, Result] = {}
     processes_share = 0.0 if OPS == "cuda" else PROCESSES
@@ -272,7 +290,7 @@ def count_differences(checkpoint: Path, kind: str, schedules: int, ranks_first: 
         if not left:
             processes = (ranks_first and not number and OPS != "cuda") or rng.random() < processes_share
             left = min(SCHEDULES_PER_START if processes else 1, schedules - number)
-            grid = rng.choice(GRIDS) if number else GRIDS[KINDS.index(kind)]
+            grid = rng.choice(GRIDS) if number else GRIDS[KINDS.index(kind) % len(GRIDS)]
             grid = grid if processes else (1, 1)
             engine = draw_engine(rng, checkpoint, kind, len(chosen), processes, grid)
         together = run(engine, chosen, rng)
@@ -288,7 +306,7 @@ def count_differences(checkpoint: Path, kind: str, schedules: int, ranks_first: 
     return Counts(schedules, over_ranks, total, sequences, preempted, preemptions, wrong)
 
 
-@pytest.mark.parametrize("kind", KINDS[:4:3])
+@pytest.mark.parametrize("kind", [*KINDS[:4:3], KINDS[-1]])
 def test_results_do_not_depend_on_batch_in_few_schedules(checkpoint: Path, kind: str) -> None:
     counts = count_differences(checkpoint, kind, 2, ranks_first=False)
     assert counts.wrong == 0, f"{counts.wrong} of {counts.requests} requests"

@@ -103,8 +103,9 @@ class RowStates:
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy the states of rows to other rows, all at once."""
+        old, new = (torch.from_numpy(rows.astype(np.int64)) for rows in (sources, targets))
         for part in self._states():
-            part[targets] = part[sources]
+            part[new] = part[old]
         self._lengths[targets] = self._lengths[sources]
 
     def _states(self) -> list[Tensor]:

@@ -309,8 +309,6 @@ class Worker:
             self._images.update(self._runner.model, step)
         if self._speech:
             self._speech.update(self._runner.model, step.updates.new)
-        if self._states:
-            self._states.begin(step.updates)
         forks = dict(self._forks)
         if not len(step.rows):
             self._stage.pass_on()
@@ -414,6 +412,8 @@ class Worker:
         self._runner.move_blocks(updates.swap_out, updates.swap_in, updates.copies)
         if len(updates.loads):
             self._kv_copies.load_blocks(updates.loads[1::2], updates.loads[::2])
+        if self._states:
+            self._states.begin(updates)
         if self._drafter:
             self._drafter.apply(updates)
 

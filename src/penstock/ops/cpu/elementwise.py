@@ -19,9 +19,9 @@ ACTIVATION_CODES = {name: code for code, name in enumerate((*ACTIVATIONS, *GATES
 def index_select(x: Tensor, rows: Tensor) -> Tensor:
     """See ``reference.index_select``."""
     out = empty((rows.shape[0], *x.shape[1:]), x.dtype)
-    x = contiguous(x)
-    row_bytes = prod(x.shape[1:]) * x.element_size()
-    _kernels.index_select(x.data_ptr(), rows.data_ptr(), out.data_ptr(), rows.shape[0], row_bytes)
+    x = x if x[0].is_contiguous() else contiguous(x)
+    row_bytes, stride = prod(x.shape[1:]) * x.element_size(), x.stride(0) * x.element_size()
+    _kernels.index_select(x.data_ptr(), rows.data_ptr(), out.data_ptr(), rows.shape[0], row_bytes, stride)
     return out
 
 
