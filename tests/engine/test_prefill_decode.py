@@ -24,7 +24,7 @@ import pytest
 import test_exactness
 from kv_proxy import Fault, Frames, KVProxy, flipped_bit, lossy, swapped_pieces, wrong_epoch
 from serving import free_ports
-from test_exactness import GUESSING, LONGEST, NGRAM, Result, append, draw_request, results, start
+from test_exactness import GUESSING, LONGEST, NGRAM, STATES, Result, append, draw_request, results, start
 from test_exactness import answers as run
 from test_weights import perturbed
 
@@ -118,7 +118,12 @@ class Cluster:
     def _in_use(self) -> bool:
         pools = [engine.scheduler.device_pool for engine in self.engines]
         buffers = [_connector(engine).buffer for engine in self.engines]
-        return any(p.num_free < p.total for p in pools) or any(b.num_free < b.num_slots for b in buffers)
+        snapshots = [engine.scheduler.kv.snapshots for engine in self.engines]
+        return (
+            any(p.num_free < p.total for p in pools)
+            or any(b.num_free < b.num_slots for b in buffers)
+            or any(each and each.num_taken for each in snapshots)
+        )
 
     def close(self) -> None:
         for engine in self.engines:
@@ -140,6 +145,12 @@ TOPOLOGIES: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = 
     "other block sizes": ("bfloat16 none int8", [{"block_size": 64}], [{}, {"block_size": 32}]),
     "tp 2 to tp 1": ("bfloat16 none auto", [{"tensor_parallel_size": 2}], [{"preemption_mode": "swap"}]),
     "pp 2 to tp 2": ("float32 none auto", [{"pipeline_parallel_size": 2}], [{"tensor_parallel_size": 2}]),
+    "states": (f"float32 none auto {STATES}", [{}], [{"speculative_config": NGRAM}]),
+    "states, tp 2, little room": (
+        f"bfloat16 none auto {STATES}",
+        [SMALL_CACHE | {"tensor_parallel_size": 2, "num_state_snapshots": 4}],
+        [{"tensor_parallel_size": 2, "num_state_snapshots": 4}],
+    ),
 }
 
 
@@ -152,6 +163,8 @@ def test_prefill_decode_results_equal_single_engine(
     kind, prefill, decode = TOPOLOGIES[name]
     rng = Random(f"{name}{bool(fault)}{SEED}")
     requests = [draw_request(rng, number) for number in range(REQUESTS // len(TOPOLOGIES) // 2)]
+    if STATES in kind:
+        requests = [msgspec.structs.replace(request, adapter="") for request in requests]
     single = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
     cluster = Cluster(checkpoint, kind, secret, rng, prefill, decode, fault)
     wrong: list[str] = []
@@ -348,12 +361,14 @@ def draw_decode_options(rng: Random, checkpoint: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_small_caches_and_ended_requests_keep_other_results(checkpoint: Path, secret: str) -> None:
+@pytest.mark.parametrize("kind", ["float32 none auto", f"float32 none auto {STATES}"])
+def test_small_caches_and_ended_requests_keep_other_results(checkpoint: Path, secret: str, kind: str) -> None:
     """Requests are preempted, aborted or time out, and prefix caches are cleared on either side. The other requests get
     their results, and every block and slot is freed."""
     rng = Random(f"little room {SEED}")
-    kind = "float32 none auto"
     requests = draw_long_requests(rng, 14)
+    if STATES in kind:
+        requests = [msgspec.structs.replace(request, adapter="") for request in requests]
     alone = run(start(checkpoint, kind, threads=1), requests)
     for number in range(SCHEDULES):
         rng = Random(f"schedule {number} {SEED}")

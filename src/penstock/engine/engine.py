@@ -162,7 +162,9 @@ class Engine:
         speculative = SpeculativeConfig.read(options.speculative_config)
         self._transfer_buffer = None
         if options.role != "mixed":
-            self._transfer_buffer = new_transfer_buffer(options, model_layouts(options, self._config.raw, info))
+            self._transfer_buffer = new_transfer_buffer(
+                options, model_layouts(options, self._config.raw, info), self._memory.state_bytes
+            )
         layouts = model_layouts(options, self._config.raw, info, options.block_size)
         host_tier = new_host_tier(options, layouts)
         transfer = self._transfer_buffer.memory if self._transfer_buffer else None
@@ -209,6 +211,7 @@ class Engine:
             self.scheduler,
             add=self.add,
             adapter_version=self.adapters.key,
+            state_bytes=self._memory.state_bytes,
         )
 
     def set_tracer(self, tracer: Tracer) -> None:

@@ -334,6 +334,26 @@ class ImportKV(msgspec.Struct, array_like=True, tag=True):
     places: np.ndarray
 
 
+class ExportState(msgspec.Struct, array_like=True, tag=True):
+    """Copy a snapshot of recurrent states to slots of the transfer buffer. Returns None."""
+
+    snapshot: int
+    slots: np.ndarray
+    """``[slots]``: slots of the buffer, the same number for each tensor-parallel rank, in the order of the ranks."""
+
+
+class ImportState(msgspec.Struct, array_like=True, tag=True):
+    """Copy a part of the recurrent states from the transfer buffer to a snapshot. Returns None."""
+
+    snapshot: int
+    index: int
+    """Index of the part in ``ExportState.slots``."""
+    count: int
+    """Number of parts of all ranks together."""
+    slot: int
+    """Slot of the buffer."""
+
+
 WorkerCall = (
     LoadModel
     | ProfileMemory
@@ -349,6 +369,8 @@ WorkerCall = (
     | ReadExpertLoad
     | ExportKV
     | ImportKV
+    | ExportState
+    | ImportState
 )
 """Calls between two steps (``Executor.call``)."""
 LONG_CALLS = (LoadModel, ProfileMemory, InitCache, LoadLoRA, LoadWeights, ChangeWeights, AllocateCache)

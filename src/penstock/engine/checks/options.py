@@ -70,7 +70,11 @@ def _check_vision(options: EngineOptions, config: ModelConfig, speculative: Spec
 def _check_states(options: EngineOptions, config: ModelConfig, speculative: SpeculativeConfig | None) -> None:
     """Raise ``PenstockError`` (``unsupported``) for options that models with recurrent state do not support."""
     unsupported = {
-        "role": (options.role != "mixed", "states are not transferred between instances"),
+        "role": (
+            options.role != "mixed"
+            and (options.pipeline_parallel_size > 1 or not any(map(config.has_attention, range(config.num_layers)))),
+            "states are transferred beside keys and values, and without pipeline stages",
+        ),
         "preemption_mode": (options.preemption_mode == "swap", "states are not swapped; use recompute"),
         "speculative_config": (
             speculative is not None and speculative.tree is not None,

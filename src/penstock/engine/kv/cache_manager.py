@@ -49,6 +49,8 @@ class ImportedPrefix(NamedTuple):
     """Number of tokens found in the prefix cache of this engine, or of the engine that exported them."""
     generation: int = 0
     """``KVCacheManager.generation`` when the prefix was imported."""
+    snapshot: int = -1
+    """Snapshot of the recurrent states after these tokens; -1 without such states."""
 
 
 class BlockDemand(NamedTuple):
@@ -145,7 +147,7 @@ class KVCacheManager:
         if sequence.state is State.SWAPPED:
             return CacheHit(sequence.num_computed, [])
         if prefix := self._imported.get(sequence):
-            return CacheHit(prefix.num_tokens, prefix.blocks)
+            return CacheHit(prefix.num_tokens, prefix.blocks, snapshot=prefix.snapshot)
         if not self._options.enable_prefix_caching or sequence.needs_all_hidden_states:
             return CacheHit(0, [])
         self._update_block_hashes(sequence)
@@ -276,11 +278,13 @@ class KVCacheManager:
 
         Returns the number of tokens that each state includes, and the snapshot.
         """
-        if not self.snapshots or not self._options.enable_prefix_caching:
+        if not self.snapshots:
             return []
         size = self._device_pool.block_size
-        wanted = {(len(sequence.tokens) - 1) // size * size, sequence.fork_at}
-        if end % size == 0 and end > sequence.prompt_length:
+        wanted = {len(sequence.tokens)} if sequence.exports_state else set[int]()
+        if self._options.enable_prefix_caching:
+            wanted |= {(len(sequence.tokens) - 1) // size * size, sequence.fork_at}
+        if self._options.enable_prefix_caching and end % size == 0 and end > sequence.prompt_length:
             wanted.add(end)
         taken = [(at, self.snapshots.take()) for at in sorted(wanted) if start < at <= end]
         return [(at, snapshot) for at, snapshot in taken if snapshot is not None]
@@ -290,6 +294,9 @@ class KVCacheManager:
         are not ``valid``."""
         for at, snapshot in made:
             assert self.snapshots
+            if sequence.exports_state and at == sequence.prompt_length and valid:
+                sequence.exported_snapshot = snapshot
+                continue
             index = at // self._device_pool.block_size - 1
             if not valid or index >= len(sequence.block_hashes):
                 self.snapshots.free(snapshot)
@@ -370,13 +377,15 @@ class KVCacheManager:
         pool.incref(hit)
         return num_cached, hit + pool.allocate(count)
 
-    def finish_import(self, hashes: list[bytes], blocks: list[int], num_tokens: int, num_cached: int) -> ImportedPrefix:
+    def finish_import(
+        self, hashes: list[bytes], blocks: list[int], num_tokens: int, num_cached: int, snapshot: int = -1
+    ) -> ImportedPrefix:
         """Add the blocks of ``begin_import`` to the prefix cache. Call this after they are written."""
         for block, block_hash in zip(blocks, hashes, strict=False):
             self._device_pool.cache_block(block, block_hash)
         if self.offloading:
             self.offloading.store(blocks[: len(hashes)], hashes)
-        return ImportedPrefix(num_tokens, blocks, num_cached, self.generation)
+        return ImportedPrefix(num_tokens, blocks, num_cached, self.generation, snapshot)
 
     def attach_import(self, sequence: Sequence, prefix: ImportedPrefix) -> None:
         """Let a waiting sequence start with an imported prefix. Releases the prefix if its contents are outdated."""
@@ -389,6 +398,8 @@ class KVCacheManager:
     def release_import(self, prefix: ImportedPrefix) -> None:
         """Release a prefix that is not attached to a sequence."""
         self._device_pool.release(prefix.blocks)
+        if self.snapshots and prefix.snapshot >= 0:
+            self.snapshots.free(prefix.snapshot)
 
     def release_imported(self, sequence: Sequence) -> None:
         """Release the imported prefix of a waiting sequence; ignored if it has no imported prefix."""
@@ -405,7 +416,7 @@ class KVCacheManager:
 
     def _drop(self, sequence: Sequence) -> None:
         """Release the imported prefix of a sequence."""
-        self._device_pool.release(self._imported.pop(sequence).blocks)
+        self.release_import(self._imported.pop(sequence))
 
     # --- A sequence is forked -----------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
 def count_snapshots(options: EngineOptions, profile: MemoryProfile) -> int:
     """Number of snapshots of recurrent states: ``num_state_snapshots``, or as many as ``SNAPSHOT_SHARE`` of the free
     memory holds, at most ``SNAPSHOTS_PER_SEQUENCE`` for each running sequence."""
-    if not profile.state_bytes or not options.enable_prefix_caching:
+    if not profile.state_bytes or not (options.enable_prefix_caching or options.role != "mixed"):
         return 0
     if options.num_state_snapshots >= 0:
         return options.num_state_snapshots

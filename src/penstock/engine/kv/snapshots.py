@@ -25,6 +25,11 @@ class StateSnapshots:
         """Number of snapshots with a state."""
         return len(self._by_hash)
 
+    @property
+    def num_taken(self) -> int:
+        """Number of snapshots that are being written, exported or imported."""
+        return self.total - len(self._free) - len(self._by_hash)
+
     def find_longest(self, hashes: Sequence[bytes]) -> tuple[int, int]:
         """The longest prefix of blocks with a snapshot at its end: number of blocks, and snapshot; 0 and -1 if there is
         none."""

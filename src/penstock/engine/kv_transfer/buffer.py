@@ -31,10 +31,13 @@ class TransferBuffer:
     Args:
         slots: number of slots.
         layer_offsets: byte offset of each layer within a slot, followed by the size of a slot.
+        state_slots: number of slots that the recurrent states of a sequence take.
     """
 
-    def __init__(self, slots: int, layer_offsets: Sequence[int]) -> None:
+    def __init__(self, slots: int, layer_offsets: Sequence[int], state_slots: int = 0) -> None:
         self.num_slots = slots
+        self.state_slots = state_slots
+        """Number of slots of a transfer that follow those of its tokens, and hold the states after them."""
         self.layer_offsets = layer_offsets
         self.num_layers = len(layer_offsets) - 1
         self.slot_bytes = slot_bytes = layer_offsets[-1]

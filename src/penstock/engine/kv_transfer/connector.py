@@ -40,18 +40,27 @@ def model_layouts(
     return transfer_layouts(specs, slot_tokens)
 
 
-def new_transfer_buffer(options: EngineOptions, layouts: list[TransferLayout]) -> TransferBuffer:
-    """Create an engine's transfer buffer. Raises ``PenstockError`` if ``kv_buffer_size`` is less than one slot, or
-    the engine runs on several nodes."""
+def new_transfer_buffer(options: EngineOptions, layouts: list[TransferLayout], state_bytes: int = 0) -> TransferBuffer:
+    """Create an engine's transfer buffer.
+
+    Args:
+        state_bytes: bytes of a sequence's recurrent states on each rank; 0 without such states.
+
+    Raises ``PenstockError`` if ``kv_buffer_size`` is less than one slot and a sequence's states, or the engine runs on
+    several nodes.
+    """
     if options.nnodes > 1:
         message = f"must be mixed for an instance on several nodes (nnodes {options.nnodes}), is {options.role}"
         raise PenstockError(Code.UNSUPPORTED, message, "role")
-    slots = options.kv_buffer_size // layouts[0].slot_bytes
-    if not slots:
-        size = layouts[0].slot_bytes
-        message = f"must be at least {size} bytes, the KV of {SLOT_TOKENS} tokens, is {options.kv_buffer_size} bytes"
+    slot_bytes = layouts[0].slot_bytes
+    state_slots = -(-state_bytes // slot_bytes) * options.tensor_parallel_size
+    slots = options.kv_buffer_size // slot_bytes
+    if slots < 1 + state_slots:
+        size = (1 + state_slots) * slot_bytes
+        contents = f"the KV of {SLOT_TOKENS} tokens" + (" and a sequence's recurrent states" if state_slots else "")
+        message = f"must be at least {size} bytes, {contents}, is {options.kv_buffer_size} bytes"
         raise invalid("kv_buffer_size", message, size)
-    return TransferBuffer(slots, [*(layout.offset for layout in layouts), layouts[0].slot_bytes])
+    return TransferBuffer(slots, [*(layout.offset for layout in layouts), slot_bytes], state_slots)
 
 
 class KVConnector:
@@ -60,6 +69,7 @@ class KVConnector:
     Args:
         add: argument of ``KVExports``.
         adapter_version: argument of ``KVExports``.
+        state_bytes: bytes of a sequence's recurrent states on each rank.
 
     Raises ``PenstockError`` (``invalid``) if the cluster secret is missing or a prefill engine cannot listen.
     """
@@ -75,6 +85,7 @@ class KVConnector:
         *,
         add: Callable[[EngineRequest], None],
         adapter_version: Callable[[str], str],
+        state_bytes: int = 0,
     ) -> None:
         layouts = model_layouts(options, config_json, info)
         self.buffer = buffer
@@ -87,6 +98,7 @@ class KVConnector:
             weights_version=info.weights_version,
             fingerprint=info.fingerprint,
             layers=[(layout.kv_heads, layout.vector_bytes, layout.numbers) for layout in layouts],
+            states=(options.tensor_parallel_size, state_bytes) if state_bytes else (0, 0),
         )
         host = options.kv_host or split_address(options.engine_address or "127.0.0.1:0", "engine_address")[0]
         transfer_options = KVTransferOptions(

@@ -19,7 +19,7 @@ from ..executor.base import Executor, WorkerLostError
 from ..scheduling.scheduler import Scheduler
 from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence, State
-from ..step import ExportKV, StepInput
+from ..step import ExportKV, ExportState, StepInput
 from .buffer import SLOT_TOKENS
 from .endpoint import Endpoint
 from .messages import Start
@@ -48,6 +48,8 @@ class _Export:
         """Buffer slot of the last exported token if that slot is not full; else None."""
         self.num_cached = 0
         """Number of leading tokens found in the prefix cache."""
+        self.snapshot = -1
+        """Snapshot of the recurrent states after the prompt, until they are exported; -1: none."""
 
     @property
     def num_computed(self) -> int:
@@ -151,6 +153,7 @@ class KVExports:
             self._endpoint.fail(event.transfer, error.failure)
             return
         export.sequence = self._scheduler.first_sequence(export.request_id)
+        export.sequence.exports_state = self._buffer.state_slots > 0
         self._exports[export.request_id] = export
 
     def before_release(self, sequence: Sequence) -> None:
@@ -158,6 +161,13 @@ class KVExports:
         export = self._exports.get(sequence.request.request_id)
         if export and export.sequence is sequence and sequence.num_computed == export.num_tokens:
             export.sequence, export.num_cached = None, sequence.num_cached_tokens or 0
+            export.snapshot = sequence.exported_snapshot
+            if self._buffer.state_slots and export.snapshot < 0:
+                del self._exports[export.request_id]
+                self._drop(export)
+                message = "no snapshot of recurrent states was free; raise num_state_snapshots of the prefill instance"
+                self._endpoint.fail(export.start.transfer, Failure(Code.OVERLOADED, message))
+                return
             if export.num_exported < export.num_tokens:
                 export.blocks = list(sequence.blocks)
                 self._scheduler.device_pool.incref(export.blocks)
@@ -227,6 +237,9 @@ class KVExports:
             computed = export.num_computed
             if export.num_exported < computed:
                 self._export(export, computed, export.blocks if export.sequence is None else export.sequence.blocks)
+        for export in list(self._exports.values()):
+            if export.snapshot >= 0 and export.num_exported == export.num_tokens:
+                self._export_state(export)
         if self._calls:
             self._executor.poll()
         while self._calls and self._calls[0][0].done():
@@ -255,6 +268,23 @@ class KVExports:
         self._calls.append((call, export.start.transfer, found.full))
         self._finish_if_exported(export)
 
+    def _export_state(self, export: _Export) -> None:
+        """Export the recurrent states after the prompt, if enough slots of the buffer are free."""
+        if self._buffer.num_free < self._buffer.state_slots:
+            return
+        first = -(-export.num_tokens // SLOT_TOKENS)
+        slots = [self._buffer.allocate() for _ in range(self._buffer.state_slots)]
+        exported = [Exported(index, *slot) for index, slot in enumerate(filter(None, slots), first)]
+        call = ExportState(export.snapshot, np.array([each.slot for each in exported], np.int32))
+        self._calls.append((self._executor.call(call), export.start.transfer, exported))
+        self._free_snapshot(export)  # a step that overwrites it follows the call
+        self._finish_if_exported(export)
+
+    def _free_snapshot(self, export: _Export) -> None:
+        if export.snapshot >= 0 and self._kv.snapshots:
+            self._kv.snapshots.free(export.snapshot)
+        export.snapshot = -1
+
     def _allocate(self, export: _Export, end: int) -> _Places:
         """Allocate buffer positions for tokens ``num_exported`` to ``end``, while the buffer has free slots."""
         first = export.num_exported
@@ -277,7 +307,7 @@ class KVExports:
 
     def _finish_if_exported(self, export: _Export) -> None:
         """Release the blocks of a transfer, and finish it, if all its tokens are exported or being exported."""
-        if export.num_exported == export.num_tokens and export.sequence is None:
+        if export.num_exported == export.num_tokens and export.sequence is None and export.snapshot < 0:
             del self._exports[export.request_id]
             # The calls that export these blocks are queued before any step that may overwrite them.
             self._scheduler.device_pool.release(export.blocks)
@@ -286,6 +316,7 @@ class KVExports:
     def _drop(self, export: _Export) -> None:
         """Release the blocks and the partly filled slot of a transfer that ended before its tokens were exported."""
         self._scheduler.device_pool.release(export.blocks)
+        self._free_snapshot(export)
         if export.open:
             self._release_open_slot(export)
 

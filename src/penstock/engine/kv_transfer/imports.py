@@ -18,7 +18,7 @@ from ..executor.base import Executor, WorkerLostError
 from ..kv.cache_manager import ImportedPrefix, KVCacheManager
 from ..scheduling.prerequisites import Prerequisite
 from ..sequence.sequence import Sequence
-from ..step import ImportKV
+from ..step import ImportKV, ImportState
 from .buffer import SLOT_TOKENS
 from .endpoint import Endpoint
 from .messages import Start, slot_hashes
@@ -75,6 +75,8 @@ class _Import:
         """Blocks of the tokens to import, with a reference each."""
         self.num_present = 0
         """Number of leading tokens found in the prefix cache."""
+        self.snapshot = -1
+        """Snapshot for the recurrent states after these tokens; -1 without such states."""
         self.transfer = b""
         """Id of the current transfer."""
         self.end: Completed | Failure | None = None
@@ -211,6 +213,13 @@ class KVImports:
             self._first_since = time.monotonic()
             return False
         begun = self._kv.begin_import(entry.block_hashes, entry.num_tokens, MIN_TOKENS)
+        if begun and begun[1] and self._endpoint.buffer.state_slots:
+            snapshot = self._kv.snapshots.take() if self._kv.snapshots else None
+            if snapshot is None:
+                self._kv.release_import(ImportedPrefix(0, begun[1], 0))
+                begun = None
+            else:
+                entry.snapshot = snapshot
         if begun is None:
             if time.monotonic() - self._first_since < self._timeout:
                 return False
@@ -250,7 +259,9 @@ class KVImports:
             timeout=max(request.deadline - time.monotonic(), 0.001) if request.deadline else 0.0,
             trace=trace,
         )
-        hashes = slot_hashes(self._weights_version, request.adapter, request.cache_salt, tokens)
+        hashes = slot_hashes(
+            self._weights_version, request.adapter, request.cache_salt, tokens, self._endpoint.buffer.state_slots
+        )
         self._endpoint.pull(entry.address, Pull(start=start, hashes=hashes))
 
     def _import_arrived(self) -> None:
@@ -263,6 +274,9 @@ class KVImports:
                 self._drop(entry, arrived)
                 continue
             size += arrived.size
+            if arrived.index * SLOT_TOKENS >= entry.num_tokens:
+                self._import_state(entry, arrived)
+                continue
             batches.setdefault((arrived.first_layer, arrived.last_layer), []).append((entry, arrived))
         for (first_layer, last_layer), arrivals in batches.items():
             slots, places = [], []
@@ -275,6 +289,12 @@ class KVImports:
                 places.append(np.arange(offset + begin, offset + end))
             call = ImportKV(first_layer, last_layer, np.concatenate(slots), np.concatenate(places))
             self._calls.append((self._executor.call(call), arrivals))
+
+    def _import_state(self, entry: _Import, arrived: Arrived) -> None:
+        """Call the workers to import a part of the recurrent states."""
+        index = arrived.index - -(-entry.num_tokens // SLOT_TOKENS)
+        call = ImportState(entry.snapshot, index, self._endpoint.buffer.state_slots, arrived.slot)
+        self._calls.append((self._executor.call(call), [(entry, arrived)]))
 
     def _finish_call(self, done: Future[Any], arrivals: list[tuple[_Import, Arrived]]) -> None:
         """Handle the end of an ``ImportKV`` call. Raises ``WorkerLostError``."""
@@ -312,14 +332,16 @@ class KVImports:
             count, name = entry.num_tokens - entry.num_present, entry.request.log_name
             transferred = name, entry.transfer.hex()[:8], count, entry.address, seconds, entry.num_present
             logger.info(message, *transferred, extra={"fields": entry.request.log_fields})
-            prefix = self._kv.finish_import(entry.block_hashes, entry.blocks, entry.num_tokens, num_cached)
+            prefix = self._kv.finish_import(
+                entry.block_hashes, entry.blocks, entry.num_tokens, num_cached, entry.snapshot
+            )
             if entry.future.cancelled():
                 self._kv.release_import(prefix)
             else:
                 entry.future.set_result(prefix)
             return
         if entry.future.cancelled():
-            self._kv.release_import(ImportedPrefix(0, entry.blocks, 0))
+            self._kv.release_import(ImportedPrefix(0, entry.blocks, 0, snapshot=entry.snapshot))
             return
         left = bool(entry.addresses)
         recompute = self._recompute or entry.outdated
@@ -330,7 +352,7 @@ class KVImports:
         if left:
             self._pull(entry)
             return
-        self._kv.release_import(ImportedPrefix(0, entry.blocks, 0))
+        self._kv.release_import(ImportedPrefix(0, entry.blocks, 0, snapshot=entry.snapshot))
         if recompute:
             self.num_recomputed += 1
             entry.future.set_result(None)

@@ -38,6 +38,9 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """``ModelInfo.fingerprint``: equal for engines with bit-identical results."""
     layers: list[tuple[int, int, str]]
     """Number of KV heads, bytes of a vector and its number format, for each layer."""
+    states: tuple[int, int] = (0, 0)
+    """Number of ranks, and bytes of a sequence's recurrent states on each rank. Ranks exchange their states as they
+    are, so instances with such states need equal numbers of ranks."""
 
 
 # --- From D to P -----------------------------------------------------------------------------------------------------
@@ -215,14 +218,15 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     return message
 
 
-def slot_hashes(weights: str, adapter: str, salt: str, tokens: Sequence[int]) -> list[bytes]:
+def slot_hashes(weights: str, adapter: str, salt: str, tokens: Sequence[int], state_slots: int = 0) -> list[bytes]:
     """Hash of each slot of a transfer: of the slot's tokens, all tokens before the slot, and the other arguments. The
-    last slot may be partial.
+    last slot of tokens may be partial.
 
     Args:
         weights: version of the weights.
         adapter: version of the adapter.
         salt: ``EngineRequest.cache_salt``.
+        state_slots: ``TransferBuffer.state_slots``.
     """
     root = root_hash(weights, adapter, salt)
     hashes: list[bytes] = []
@@ -230,6 +234,9 @@ def slot_hashes(weights: str, adapter: str, salt: str, tokens: Sequence[int]) ->
     if rest := tokens[len(hashes) * SLOT_TOKENS :]:
         key = hashes[-1] if hashes else root
         hashes.append(hashlib.blake2b(array("I", rest).tobytes(), key=key, digest_size=len(key)).digest())
+    last = hashes[-1] if hashes else root
+    for number in range(state_slots):
+        hashes.append(hashlib.blake2b(b"state" + number.to_bytes(4), key=last, digest_size=len(last)).digest())
     return hashes
 
 

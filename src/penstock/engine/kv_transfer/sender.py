@@ -129,7 +129,11 @@ class Sender:
             case Start():
                 if state is None:
                     hashes = slot_hashes(
-                        self._weights_version, message.adapter_version, message.cache_salt, message.tokens
+                        self._weights_version,
+                        message.adapter_version,
+                        message.cache_salt,
+                        message.tokens,
+                        self._buffer.state_slots,
                     )
                     self._transfers[message.transfer] = _Transfer(message, hashes, now)
                     self.events.append(message)

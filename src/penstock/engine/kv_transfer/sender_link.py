@@ -167,6 +167,11 @@ def mismatch(here: Instance, there: Instance, allow_fingerprint_mismatch: bool) 
     if there.layers != here.layers:
         message = "its KV cache has other layers, heads or dtypes than the prefill instance's"
         return f"{message} ({_describe(there)}, and {_describe(here)}): give both the same dtype and kv_cache_dtype"
+    if there.states != here.states:
+        return (
+            f"it keeps recurrent states on {there.states[0]} ranks, and the prefill instance on {here.states[0]}: give "
+            "both the same tensor_parallel_size"
+        )
     if there.fingerprint != here.fingerprint and not allow_fingerprint_mismatch:
         return (
             f"its kernels ({there.fingerprint}) are not bit-identical to the prefill instance's ({here.fingerprint}); "

@@ -87,6 +87,10 @@ class Sequence:
     fork_at: int = 0
     """Number of leading tokens with keys and values in the prefix cache, but without a snapshot, when the sequence
     started: a snapshot is made there; 0: none."""
+    exports_state: bool = False
+    """True for a prompt of another instance: a snapshot is made after its last token."""
+    exported_snapshot: int = -1
+    """Snapshot after the last token of the prompt, for ``exports_state``; -1: none."""
     last_snapshot: bytes = b""
     """Hash of the last snapshot within the output, which the next one replaces."""
     num_cached_tokens: int | None = None

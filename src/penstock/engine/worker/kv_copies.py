@@ -53,6 +53,11 @@ class KVCopies:
         """Copy tokens of some layers from the transfer buffer. Arguments are the fields of ``ImportKV``."""
         self._copy_tokens(self._runner.ops.import_kv, first_layer, last_layer, slots, places)
 
+    def buffer_slot(self, slot: int) -> torch.Tensor:
+        """A slot of the transfer buffer, ``[slot_bytes]`` uint8, in host memory."""
+        size = self.exports[0].layout.slot_bytes
+        return self.exports[0].buffer[slot * size : (slot + 1) * size]
+
     def store_blocks(self, blocks: np.ndarray, slots: np.ndarray) -> None:
         """Copy whole KV blocks to slots of the host tier. Both arguments are ``[blocks]``."""
         self._copy_blocks(self._runner.ops.export_kv, blocks, slots)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -35,13 +35,13 @@ class RowStates:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot."""
-        return bytes_per_slot(self._specs, self._max_drafts)
+        """Bytes of a sequence's states, without inputs of drafts."""
+        return bytes_per_slot(self._specs)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the states of all rows."""
-        return self._rows * self.slot_bytes
+        """Bytes of the states of all rows, with inputs of drafts."""
+        return self._rows * bytes_per_slot(self._specs, self._max_drafts)
 
     def allocate(self, snapshots: int) -> None:
         """Allocate the states of rows, and ``snapshots``."""
@@ -100,6 +100,28 @@ class RowStates:
             tensor(saves[:, 1]),
             tensor(saves[:, 2] + self._rows),
         )
+
+    def read(self, snapshot: int, offset: int, target: Tensor) -> None:
+        """Copy bytes of a snapshot, from ``offset`` on, to ``target``, uint8 in host memory. The bytes are those of all
+        parts of the states, one after another."""
+        for memory, piece in self._pieces(snapshot, offset, len(target)):
+            target[piece] = memory.cpu()
+
+    def write(self, snapshot: int, offset: int, source: Tensor) -> None:
+        """Copy ``source``, as filled by ``read``, to a snapshot."""
+        for memory, piece in self._pieces(snapshot, offset, len(source)):
+            memory.copy_(source[piece])
+
+    def _pieces(self, snapshot: int, offset: int, size: int) -> Iterator[tuple[Tensor, slice]]:
+        """Memory of bytes ``offset`` to ``offset + size`` of a snapshot, part by part, and their range from
+        ``offset``."""
+        start = 0
+        for part in self._states():
+            memory = part[self._rows + snapshot].flatten().view(torch.uint8)
+            first, end = max(start, offset), min(start + len(memory), offset + size)
+            if first < end:
+                yield memory[first - start : end - start], slice(first - offset, end - offset)
+            start += len(memory)
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy the states of rows to other rows, all at once."""

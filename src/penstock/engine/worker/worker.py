@@ -34,8 +34,10 @@ from ..step import (
     ChangeWeights,
     DeviceMemory,
     ExportKV,
+    ExportState,
     FreeMemory,
     ImportKV,
+    ImportState,
     InitCache,
     LoadLoRA,
     LoadModel,
@@ -380,6 +382,10 @@ class Worker:
                 self._kv_copies.export_tokens(first, last, slots, places)
             case ImportKV(first, last, slots, places):
                 self._kv_copies.import_tokens(first, last, slots, places)
+            case ExportState(snapshot, slots):
+                self._export_state(snapshot, slots)
+            case ImportState():
+                self._import_state(call)
             case ReadExpertLoad(reset):
                 result = self._expert_load.read()
                 if reset:
@@ -416,6 +422,22 @@ class Worker:
             self._states.begin(updates)
         if self._drafter:
             self._drafter.apply(updates)
+
+    def _export_state(self, snapshot: int, slots: np.ndarray) -> None:
+        """Copy a snapshot to this rank's share of ``slots`` of the transfer buffer (``ExportState``)."""
+        assert self._states
+        self._complete_steps()
+        for index, slot in enumerate(slots.reshape(self._group.size, -1)[self._group.rank].tolist()):
+            memory = self._kv_copies.buffer_slot(slot)
+            self._states.read(snapshot, index * len(memory), memory)
+
+    def _import_state(self, call: ImportState) -> None:
+        """Copy a part of a snapshot from the transfer buffer, if it is of this rank (``ImportState``)."""
+        assert self._states
+        rank, index = divmod(call.index, call.count // self._group.size)
+        if rank == self._group.rank:
+            memory = self._kv_copies.buffer_slot(call.slot)
+            self._states.write(call.snapshot, index * len(memory), memory)
 
     def _forward(
         self, step: StepInput, num_tokens: np.ndarray, num_states: np.ndarray
