@@ -115,6 +115,8 @@ class KVConnector:
             options.quantization,
             options.dtype,
         )
+        if len(stage_layers) == 1:  # layers without keys and values are not counted
+            stage_layers = [range(len(layouts))]
         stages = [
             (layers, list(range(stage * options.tensor_parallel_size, (stage + 1) * options.tensor_parallel_size)))
             for stage, layers in enumerate(stage_layers)
