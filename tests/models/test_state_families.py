@@ -10,6 +10,8 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from state_families import FAMILIES, draw
 from test_families import GREEDY, OPTIONS, PROMPTS, VOCABULARY, check
 
@@ -24,6 +26,8 @@ REPEATED = [prompt[:20] * 4 for prompt in PROMPTS if len(prompt) >= 20]
 """Prompts with repetitions, for drafts of n-grams."""
 SEVERAL = SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=12, logprobs=1, ignore_eos=True)
 BEAMS = SamplingParams(temperature=0, use_beam_search=True, n=2, best_of=3, max_tokens=8, ignore_eos=True)
+MTP = ("Qwen3Next",)
+"""Families with an MTP layer."""
 NGRAMS = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "adaptive": False})
 
 
@@ -101,17 +105,46 @@ def test_snapshots_are_made_at_ends_of_prompts_and_outputs_and_at_forks(family: 
     assert cached(system + second[::-1])[1] == expected.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("family", MTP)
+def test_drafts_of_mtp_layer_do_not_change_outputs(family: str, tmp_path: Path) -> None:
+    """transformers ignores the tensors of the MTP layer, so the test writes them: those of a layer with attention."""
+    draw(family, 0, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    layer = config["layer_types"].index("full_attention")
+    size = config["hidden_size"]
+    mtp = {
+        name.replace(f"model.layers.{layer}.", "mtp.layers.0."): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(f"model.layers.{layer}.")
+    }
+    mtp["mtp.fc.weight"] = torch.cat((torch.eye(size), torch.eye(size)), 1) / 2
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        mtp[f"mtp.{name}.weight"] = torch.ones(size)
+    save_file({**tensors, **mtp}, file, {"format": "pt"})
+    expected = outputs(tmp_path, GREEDY, REPEATED)
+    drafting = json.dumps({"method": "mtp", "num_speculative_tokens": 2, "adaptive": False})
+    llm = LLM(tmp_path, **OPTIONS, speculative_config=drafting)
+    found = llm.generate(REPEATED, GREEDY, use_tqdm=False)
+    assert [[(one.token_ids, one.logprobs) for one in output.outputs] for output in found] == expected
+    assert llm.engine.speculation and llm.engine.speculation.stats.draft_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"preemption_mode": "swap"}, "preemption_mode"),
         ({"speculative_config": json.dumps({"model": "SELF", "speculative_token_tree": "[(0,), (1,)]"})}, "tree"),
-        ({"role": "prefill"}, "role"),
+        ({"role": "prefill", "pipeline_parallel_size": 2}, "role"),
     ],
     ids=["swap", "tree", "role"],
 )
 def test_unsupported_options_are_refused_by_name(options: dict[str, Any], named: str, tmp_path: Path) -> None:
     draw("Qwen3Next", 0, tmp_path)
-    options = {name: value.replace("SELF", str(tmp_path)) for name, value in options.items()}
+    options = {
+        name: value.replace("SELF", str(tmp_path)) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
     with pytest.raises(PenstockError, match=named):
         LLM(tmp_path, **OPTIONS | options)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.model_config import ModelConfig
-from penstock.layers import BuildContext, ColumnParallelLinear, RMSNorm
+from penstock.layers import BuildContext, ColumnParallelLinear
 from penstock.ops import Batch
 from penstock.parallel import shard_outputs
 
-from .layer import DecoderLayer
+from .layer import DecoderLayer, make_norm
 from .model import Model
 
 
@@ -36,17 +36,17 @@ class DecoderMTPHead:
         number: int,
         model: Model,
     ) -> None:
-        name, size, eps = f"model.layers.{number}", config.hidden_size, config.rms_norm_eps
+        name, size = f"model.layers.{number}", config.hidden_size
         self._ops = context.ops
         self._expert_load = context.expert_load
         self._model = model
-        self._token_norm = RMSNorm(context, f"{name}.enorm", size, eps)
-        self._state_norm = RMSNorm(context, f"{name}.hnorm", size, eps)
+        self._token_norm = make_norm(context, config, f"{name}.enorm", size)
+        self._state_norm = make_norm(context, config, f"{name}.hnorm", size)
         shards = [shard_outputs(context.group, size)]
         self._projection = ColumnParallelLinear(context, [f"{name}.eh_proj"], 2 * size, shards, gather_output=True)
         self._layer = make_layer(number)
         self.attention = self._layer.attention
-        self._norm = RMSNorm(context, f"{name}.shared_head.norm", size, eps)
+        self._norm = make_norm(context, config, f"{name}.shared_head.norm", size)
 
     def combine_hidden_states(self, states: Tensor) -> Tensor:
         return states

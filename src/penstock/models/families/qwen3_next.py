@@ -12,11 +12,19 @@ from penstock.checkpoint.state_config import GatedDeltaNetConfig
 from ..registry import Family
 from ..stored import Stored, part_of
 
+MTP_MODULES = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
+"""Module of ``DecoderMTPHead`` → module of ``mtp`` in the checkpoint."""
+
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     share = rope_parameters_of(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))
     options = options_of(raw, norm=NormOptions(unit_offset=True), attention_gate=True, partial_rotary_factor=share)
-    config = dense_config(raw, qk_norm=True, options=options)
+    config = dense_config(raw, qk_norm=True, options=options, num_mtp_layers=1)
     kinds = layer_types(raw, config.num_layers)
     experts = read_experts(
         raw,
@@ -65,7 +73,8 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
 
 
 def find_convolution(config: ModelConfig, name: str) -> Stored:
-    """Parts of ``conv1d``, and of ``q_proj`` with the output gate."""
+    """Parts of ``conv1d``, and of ``q_proj`` with the output gate; modules of the MTP layer."""
+    name = find_mtp(config, name)
     parent, _, last = name.rpartition(".")
     net = config.state
     assert net
@@ -76,6 +85,15 @@ def find_convolution(config: ModelConfig, name: str) -> Stored:
     if last in ("q_proj", "q_gate"):
         return interleaved(f"{parent}.q_proj", config.num_heads, [config.head_dim] * 2, last == "q_gate")
     return Stored(name)
+
+
+def find_mtp(config: ModelConfig, name: str) -> str:
+    """Name in the checkpoint of a module of the MTP layer; other names are returned as they are."""
+    prefix = f"model.layers.{config.num_layers}."
+    if not name.startswith(prefix):
+        return name
+    module = name.removeprefix(prefix)
+    return f"mtp.{MTP_MODULES.get(module, f'layers.0.{module}')}"
 
 
 def interleaved(name: str, heads: int, sizes: list[int], number: int) -> Stored:
