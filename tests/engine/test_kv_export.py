@@ -39,7 +39,9 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
 
 def runner(model: Model, ops: Ops, block_size: int, quantization: str, export: list[LayerExport]) -> ModelRunner:
     specs = model.kv_specs(block_size, quantization)
-    made = ModelRunner(model, ops, CPU, specs, max_tokens=TOKENS, max_rows=2, max_len=TOKENS + block_size, block_size=block_size)
+    made = ModelRunner(
+        model, ops, CPU, specs, max_tokens=TOKENS, max_rows=2, max_len=TOKENS + block_size, block_size=block_size
+    )
     made.init_cache(-(-TOKENS // block_size) + 1, 0, export)
     return made
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from state_families import FAMILIES, draw
 from test_families import GREEDY, OPTIONS, PROMPTS, VOCABULARY, check
 
+from penstock import LoRARequest
 from penstock.core import PenstockError, SamplingParams
 from penstock.frontend.llm import LLM
 
@@ -148,3 +150,24 @@ def test_unsupported_options_are_refused_by_name(options: dict[str, Any], named:
     }
     with pytest.raises(PenstockError, match=named):
         LLM(tmp_path, **OPTIONS | options)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapter_of_all_projections_matches_peft(family: str, tmp_path: Path) -> None:
+    model = draw(family, 0, tmp_path)
+    modules = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    unsupported = {"lm_head", "gate", "router", "shared_expert_gate", "gate_proj", "up_proj", "down_proj"}
+    torch.manual_seed(1)
+    config = LoraConfig(r=3, target_modules=sorted(modules - unsupported), init_lora_weights=False)
+    adapted = get_peft_model(model, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    llm = LLM(tmp_path, **OPTIONS, enable_lora=True, max_loras=1)
+    request = LoRARequest("a", 1, str(tmp_path / "adapter"))
+    for prompt, output in zip(
+        PROMPTS[:4], llm.generate(PROMPTS[:4], GREEDY, use_tqdm=False, lora_request=request), strict=True
+    ):
+        token_ids = output.outputs[0].token_ids
+        with torch.inference_mode():
+            logits = adapted(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == token_ids

@@ -38,8 +38,8 @@ class GatedDeltaNet:
         self._projection = ColumnParallelLinear(
             context, [f"{name}.in_proj_{part}" for part in "qkvz"], hidden_size, [*parts, self._values]
         )
-        self._gates = context.matrix(
-            [f"{name}.in_proj_b", f"{name}.in_proj_a"], hidden_size, [values, values], UNQUANTIZED
+        self._gates = ColumnParallelLinear(
+            context, [f"{name}.in_proj_b", f"{name}.in_proj_a"], hidden_size, [values, values], format=UNQUANTIZED
         )
         convolutions = [
             context.read_weight(f"{name}.conv1d_{part}.weight", shard.total, 1, config.kernel, rows=shard.rows)
@@ -67,7 +67,7 @@ class GatedDeltaNet:
         """See ``StateLayer``."""
         assert batch.states
         states, lora_slots = batch.states.cache[self.state_index], batch.lora_slots
-        projected, gates = self._projection(x, lora_slots), self._gates.linear(x)
+        projected, gates = self._projection(x, lora_slots), self._gates(x, lora_slots)
         qkv, z = projected[:, : self._channels], projected[:, self._channels :]
         qkv = self._ops.short_convolution(qkv, self._convolution, None, True, states, batch)
         mixed = self._ops.gated_delta_rule(qkv, gates, self._log_decay, self._gate_bias, self._sizes, states, batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.core.quantization import Format
 from penstock.parallel import Shard, shard_outputs
 
 from .context import BuildContext
@@ -19,6 +20,7 @@ class ColumnParallelLinear:
         inputs: size of the input.
         shards: this rank's outputs of each matrix.
         gather_output: return the outputs of all ranks on every rank; requires a single matrix.
+        format: format of matrices that the checkpoint does not quantize; None: as in the scheme.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class ColumnParallelLinear:
         shards: list[Shard],
         bias: bool = False,
         gather_output: bool = False,
+        format: Format | None = None,
     ) -> None:
         self._ops = context.ops
         self._group = context.group
@@ -37,7 +40,7 @@ class ColumnParallelLinear:
         self._lora = context.lora(names, inputs, shards)
         matrices = zip(names, shards, strict=True)
         biases = [context.read_weight(f"{name}.bias", shard.total, rows=shard.rows) for name, shard in matrices if bias]
-        self._matrix = context.matrix(names, inputs, shards, bias=torch.cat(biases) if biases else None)
+        self._matrix = context.matrix(names, inputs, shards, format, torch.cat(biases) if biases else None)
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None = None) -> Tensor:
         """Map ``[tokens, in]`` to ``[tokens, out]``: this rank's outputs; all outputs with ``gather_output``.

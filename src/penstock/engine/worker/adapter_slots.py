@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from penstock.core import Code, PenstockError
+from penstock.models.registry import family_of
 from penstock.models.weights import LoRAAdapter, load_lora
 
 from .model_runner import ModelRunner
@@ -29,7 +31,8 @@ class AdapterSlots:
             message = f"cannot load {path}: the engine sleeps without weights; wake it up first"
             raise PenstockError(Code.UNAVAILABLE, message, "lora_path")
         model = self._runner.model
-        experts = model.config.experts
+        config, experts = model.config, model.config.experts
+        find_stored = family_of(config).find_stored if config.state else None
         return load_lora(
             Path(path),
             model.lora_targets,
@@ -37,6 +40,7 @@ class AdapterSlots:
             self._runner.device,
             self._max_rank,
             interleaved=experts is not None and experts.fused.interleaved,
+            find_stored=partial(find_stored, config) if find_stored else None,
         )
 
     def fill(self, slot: int, adapter: LoRAAdapter) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from penstock.core.errors import invalid
 from penstock.layers import LoRALayer, LoRATarget
 from penstock.ops import LoRAWeights
 
+from ..stored import Stored
 from .fused_experts import EXPERT
 from .lora_experts import EXPERT_PARAMETERS, LORA_A, LORA_B, PREFIX, split_experts
 from .lora_patterns import ValuesByPattern
@@ -82,6 +83,7 @@ def load_lora(
     max_lora_rank: int,
     *,
     interleaved: bool = False,
+    find_stored: Callable[[str], Stored] | None = None,
 ) -> LoRAAdapter:
     """Read an adapter for a model.
 
@@ -90,6 +92,8 @@ def load_lora(
         dtype, device: dtype and device of the model.
         max_lora_rank: maximum rank of the adapter.
         interleaved: outputs of fused gate and up projections alternate (``FusedLayout.interleaved``).
+        find_stored: function from the name of a matrix to its location in the checkpoint, if several matrices have
+            rows of one tensor (``Family.find_stored``).
 
     Raises ``PenstockError``: ``invalid`` if files are missing, broken, or do not fit the model, ``unsupported`` for
     unsupported features.
@@ -99,7 +103,7 @@ def load_lora(
     version = hashlib.sha256(json.dumps(config, sort_keys=True).encode() + content).hexdigest()
     given, names = _rename(_tensors(content, folder), targets)
     given, expert_parameters = split_experts(given, targets, names, interleaved)
-    tensors, fused = _split_fused(given, targets)
+    tensors, fused = _split_fused(given, targets, _rows_of_tensors(targets, find_stored))
     fused |= expert_parameters
     parts: dict[LoRALayer, list[LoRAWeights]] = defaultdict(list)
     ranks = ValuesByPattern(config["rank_pattern"], config["r"], FIELD)
@@ -207,16 +211,36 @@ def _rename(
     return renamed, names
 
 
+def _rows_of_tensors(
+    targets: Iterable[str], find_stored: Callable[[str], Stored] | None
+) -> dict[str, dict[str, list[int]]]:
+    """For each tensor of the checkpoint that has the rows of several matrices: the rows of each matrix, by its name."""
+    found: dict[str, dict[str, list[int]]] = defaultdict(dict)
+    for name in targets if find_stored else ():
+        stored = find_stored(name) if find_stored else None
+        if stored and stored.ranges:
+            found[stored.name][name] = [row for first, end in stored.ranges for row in range(first, end)]
+    return found
+
+
 def _split_fused(
-    tensors: Mapping[str, Tensor], targets: Mapping[str, LoRATarget | None]
+    tensors: Mapping[str, Tensor],
+    targets: Mapping[str, LoRATarget | None],
+    rows: Mapping[str, Mapping[str, list[int]]],
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Split the tensors of fused matrices (``FUSED``): the parts share ``A``; each part has some rows of ``B``. Also
-    returns the name of the fused matrix for each part."""
+    """Split the tensors of fused matrices (``FUSED``, or with ``rows``): the parts share ``A``; each part has some rows
+    of ``B``. Also returns the name of the fused matrix for each part."""
     split: dict[str, Tensor] = {}
     fused_names: dict[str, str] = {}
     for key, tensor in tensors.items():
         end = next((end for end in (LORA_A, LORA_B) if key.endswith(end)), "")
         whole = key.removeprefix(PREFIX).removesuffix(end)
+        for name, indices in rows.get(whole, {}).items():
+            fits = end == LORA_B and max(indices) < len(tensor)
+            split[f"{PREFIX}{name}{end}"] = tensor[indices] if fits else tensor  # _checked reports a wrong shape
+            fused_names[name] = whole
+        if whole in rows:
+            continue
         parent, _, last = whole.rpartition(".")
         names = [f"{parent}.{part}" for part in FUSED.get(last, ())]
         if not names or not targets.keys() >= set(names):
