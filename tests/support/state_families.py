@@ -9,7 +9,7 @@ from random import Random
 import torch
 from checkpoints import save
 from families import VOCABULARY, experts, flag, sizes
-from transformers import PreTrainedConfig, PreTrainedModel, Qwen3NextConfig
+from transformers import Mamba2Config, PreTrainedConfig, PreTrainedModel, Qwen3NextConfig
 
 
 def layer_types(rng: Random, count: int, *kinds: str) -> list[str]:
@@ -38,8 +38,30 @@ def qwen3_next(rng: Random) -> PreTrainedConfig:
     )
 
 
+def mamba2(rng: Random) -> PreTrainedConfig:
+    hidden, groups, head_dim = rng.choice((64, 96)), rng.choice((1, 2, 4)), rng.choice((8, 16))
+    return Mamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        num_hidden_layers=rng.choice((2, 3)),
+        num_heads=2 * hidden // head_dim,
+        head_dim=head_dim,
+        state_size=rng.choice((16, 24, 256)),
+        n_groups=groups,
+        conv_kernel=rng.choice((2, 4)),
+        use_bias=flag(rng),
+        use_conv_bias=flag(rng),
+        time_step_limit=rng.choice(((0.0, float("inf")), (0.1, 0.9))),
+        tie_word_embeddings=flag(rng),
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+
+
 FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Qwen3Next": qwen3_next,
+    "Mamba2": mamba2,
 }
 """Functions that draw a configuration, by the architecture's name without ``ForCausalLM``."""
 

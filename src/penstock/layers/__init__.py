@@ -8,6 +8,7 @@ from .gated_delta_net import GatedDeltaNet
 from .latent_attention import LatentAttention
 from .linear import ColumnParallelLinear, Embedding
 from .lora import LoRALayer, LoRATarget
+from .mamba2 import Mamba2Mixer
 from .mlp import MLP, GatedMLP, MLPLayer
 from .moe import MixtureOfExperts
 from .norm import LayerNorm, Norm, RMSNorm

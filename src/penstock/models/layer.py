@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.checkpoint.decoder_options import QKNormOptions
 from penstock.checkpoint.model_config import ModelConfig
-from penstock.checkpoint.state_config import GatedDeltaNetConfig
+from penstock.checkpoint.state_config import GatedDeltaNetConfig, Mamba2Config
 from penstock.layers import (
     MLP,
     Attention,
@@ -20,6 +20,7 @@ from penstock.layers import (
     GatedMLP,
     LatentAttention,
     LayerNorm,
+    Mamba2Mixer,
     MLPLayer,
     Norm,
     QKNormLayers,
@@ -91,6 +92,8 @@ def make_state(context: BuildContext, config: ModelConfig, layer: int, name: str
     match config.state:
         case GatedDeltaNetConfig() as state:
             return GatedDeltaNet(context, f"{name}.{state.module}", config.hidden_size, state, config.rms_norm_eps)
+        case Mamba2Config() as state:
+            return Mamba2Mixer(context, f"{name}.{state.module}", config.hidden_size, state, config.rms_norm_eps)
         case None:
             raise AssertionError("the model has no layers with state")
 
@@ -260,7 +263,7 @@ class DecoderLayer:
             assert mixed is not None
             return mixed
         attended = self.attention(x, cache, batch, self._last, export)
-        return attended if mixed is None else self._ops.add_residual(attended, mixed)
+        return attended if mixed is None else self._ops.add_residual(attended, self._ops.clone(mixed))
 
     def _add(self, x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """Add ``x`` to the residual stream. Returns the input of the next module, and the residual stream."""
