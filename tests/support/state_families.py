@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from checkpoints import save
 from families import VOCABULARY, experts, flag, sizes
-from transformers import Mamba2Config, PreTrainedConfig, PreTrainedModel, Qwen3NextConfig
+from transformers import (
+    BambaConfig,
+    GraniteMoeHybridConfig,
+    Mamba2Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
 
 
 def layer_types(rng: Random, count: int, *kinds: str) -> list[str]:
@@ -59,9 +67,55 @@ def mamba2(rng: Random) -> PreTrainedConfig:
     )
 
 
+def mamba_sizes(rng: Random, inner: int) -> dict[str, Any]:
+    """Sizes of Mamba 2 layers with ``inner`` elements, by the field names of Bamba."""
+    head_dim = rng.choice((8, 16))
+    return {
+        "mamba_n_heads": inner // head_dim,
+        "mamba_d_head": head_dim,
+        "mamba_n_groups": rng.choice((1, 2, 4)),
+        "mamba_d_state": rng.choice((16, 24)),
+        "mamba_d_conv": rng.choice((2, 4)),
+        "mamba_conv_bias": flag(rng),
+        "mamba_proj_bias": flag(rng),
+        "time_step_limit": rng.choice(((0.0, float("inf")), (0.1, 0.9))),
+    }
+
+
+def bamba(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng, head_dim=False)
+    return BambaConfig(
+        **given,
+        **mamba_sizes(rng, 2 * given["hidden_size"]),
+        attn_layer_indices=[rng.randrange(given["num_hidden_layers"])],
+        attention_bias=flag(rng),
+        mlp_bias=flag(rng),
+    )
+
+
+def granite_hybrid(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng, head_dim=False)
+    return GraniteMoeHybridConfig(
+        **given,
+        **mamba_sizes(rng, 2 * given["hidden_size"]),
+        layer_types=layer_types(rng, given["num_hidden_layers"], "linear_attention", "full_attention"),
+        num_local_experts=rng.choice((0, 5)),
+        num_experts_per_tok=2,
+        shared_intermediate_size=rng.choice((40, 64)),
+        position_embedding_type=rng.choice((None, "rope")),
+        embedding_multiplier=rng.choice((1.0, 12.0)),
+        residual_multiplier=rng.choice((1.0, 0.22)),
+        attention_multiplier=rng.choice((0.1, 0.25)),
+        logits_scaling=rng.choice((1.0, 6.0)),
+        attention_bias=flag(rng),
+    )
+
+
 FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Qwen3Next": qwen3_next,
     "Mamba2": mamba2,
+    "Bamba": bamba,
+    "GraniteMoeHybrid": granite_hybrid,
 }
 """Functions that draw a configuration, by the architecture's name without ``ForCausalLM``."""
 
