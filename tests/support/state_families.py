@@ -14,6 +14,7 @@ from transformers import (
     BambaConfig,
     GraniteMoeHybridConfig,
     Mamba2Config,
+    NemotronHConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3NextConfig,
@@ -111,11 +112,39 @@ def granite_hybrid(rng: Random) -> PreTrainedConfig:
     )
 
 
+def nemotron_h(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng)
+    groups, head_dim, experts = rng.choice((1, 2, 4)), rng.choice((8, 16)), rng.choice((4, 8))
+    return NemotronHConfig(
+        **given,
+        layers_block_type=layer_types(rng, 5, "linear_attention", "full_attention", "mlp", "moe"),
+        mamba_num_heads=rng.choice((4, 8, 12)),
+        mamba_head_dim=head_dim,
+        n_groups=groups,
+        ssm_state_size=rng.choice((16, 24)),
+        conv_kernel=rng.choice((2, 4)),
+        use_bias=flag(rng),
+        use_conv_bias=flag(rng),
+        mlp_bias=flag(rng),
+        time_step_min=rng.choice((0.001, 0.3)),
+        mlp_hidden_act=rng.choice(("relu2", "relu2", "silu")),
+        n_routed_experts=experts,
+        num_experts_per_tok=rng.choice((1, 2)),
+        n_group=rng.choice((1, 2)),
+        norm_topk_prob=flag(rng),
+        routed_scaling_factor=rng.choice((1.0, 2.5)),
+        moe_intermediate_size=rng.choice((24, 32, 64)),
+        moe_shared_expert_intermediate_size=rng.choice((40, 64)),
+        moe_latent_size=rng.choice((None, 32, 48)),
+    )
+
+
 FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Qwen3Next": qwen3_next,
     "Mamba2": mamba2,
     "Bamba": bamba,
     "GraniteMoeHybrid": granite_hybrid,
+    "NemotronH": nemotron_h,
 }
 """Functions that draw a configuration, by the architecture's name without ``ForCausalLM``."""
 

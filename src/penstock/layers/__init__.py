@@ -10,7 +10,7 @@ from .linear import ColumnParallelLinear, Embedding
 from .lora import LoRALayer, LoRATarget
 from .mamba2 import Mamba2Mixer
 from .mlp import MLP, GatedMLP, MLPLayer
-from .moe import MixtureOfExperts
+from .moe import LatentProjections, MixtureOfExperts
 from .norm import LayerNorm, Norm, RMSNorm
 from .pooler import PoolerHead
 from .rope import depends_on_length, rope_table
