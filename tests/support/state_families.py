@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from checkpoints import save
-from families import VOCABULARY, experts, flag, sizes
+from families import SCALINGS, VOCABULARY, experts, flag, rope, sizes
 from transformers import (
     BambaConfig,
+    FalconH1Config,
     GraniteMoeHybridConfig,
     Mamba2Config,
     NemotronHConfig,
@@ -139,12 +140,42 @@ def nemotron_h(rng: Random) -> PreTrainedConfig:
     )
 
 
+def falcon_h1(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng)
+    inner = rng.choice((64, 96, 160))
+
+    def scale() -> float:
+        return rng.choice((1.0, 0.5, 0.7, 1.3))
+
+    return FalconH1Config(
+        **given,
+        **mamba_sizes(rng, inner) | {"mamba_n_groups": rng.choice((1, 2))},
+        mamba_d_ssm=inner,
+        mamba_norm_before_gate=flag(rng),
+        mamba_rms_norm=flag(rng),
+        projectors_bias=flag(rng),
+        attention_bias=flag(rng),
+        mlp_bias=flag(rng),
+        rope_parameters=rope(rng, given["head_dim"], *SCALINGS),
+        lm_head_multiplier=scale(),
+        embedding_multiplier=scale(),
+        mlp_multipliers=rng.choice((None, [scale(), scale()])),
+        key_multiplier=scale(),
+        attention_in_multiplier=scale(),
+        attention_out_multiplier=scale(),
+        ssm_multipliers=rng.choice((None, [scale() for _ in range(5)])),
+        ssm_in_multiplier=scale(),
+        ssm_out_multiplier=scale(),
+    )
+
+
 FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Qwen3Next": qwen3_next,
     "Mamba2": mamba2,
     "Bamba": bamba,
     "GraniteMoeHybrid": granite_hybrid,
     "NemotronH": nemotron_h,
+    "FalconH1": falcon_h1,
 }
 """Functions that draw a configuration, by the architecture's name without ``ForCausalLM``."""
 

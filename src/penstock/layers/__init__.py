@@ -9,7 +9,7 @@ from .latent_attention import LatentAttention
 from .linear import ColumnParallelLinear, Embedding
 from .lora import LoRALayer, LoRATarget
 from .mamba2 import Mamba2Mixer
-from .mlp import MLP, GatedMLP, MLPLayer
+from .mlp import MLP, GatedMLP, MLPLayer, ScaledGatedMLP
 from .moe import LatentProjections, MixtureOfExperts
 from .norm import LayerNorm, Norm, RMSNorm
 from .pooler import PoolerHead

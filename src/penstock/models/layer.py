@@ -25,6 +25,7 @@ from penstock.layers import (
     Norm,
     QKNormLayers,
     RMSNorm,
+    ScaledGatedMLP,
     StateLayer,
 )
 from penstock.layers.norm import UnweightedRMSNorm
@@ -178,8 +179,11 @@ def _qk_norm_layers(context: BuildContext, config: ModelConfig, name: str) -> QK
 
 
 def dense_mlp(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
-    """``MLPFactory``: ``GatedMLP`` if ``gated_mlp``, else ``MLP``."""
+    """``MLPFactory``: ``GatedMLP`` if ``gated_mlp``, with scales ``ScaledGatedMLP``; else ``MLP``."""
     sizes, options = (config.hidden_size, config.intermediate_size, config.mlp_bias), config.options
+    if options.mlp_scales != (1, 1):
+        assert options.gated_mlp and options.activation == "silu"
+        return ScaledGatedMLP(context, name, *sizes, options.mlp_scales)
     if options.gated_mlp:
         return GatedMLP(context, name, *sizes, options.activation)
     return MLP(context, (f"{name}.c_fc", f"{name}.c_proj"), *sizes, options.activation)
@@ -214,6 +218,7 @@ class DecoderLayer:
         self._last = number == config.num_layers - 1
         self._parallel = options.parallel_residual
         self._residual_scale = options.residual_scale
+        self._attention_scales = options.attention_scales
         self._before_attention = norm(names.before_attention, mixes)
         self.attention = attention(context, config, number, f"{name}.self_attn") if config.has_attention(number) else None
         self.state = state(context, config, number, name) if config.has_state(number) else None
@@ -262,7 +267,9 @@ class DecoderLayer:
         if self.attention is None:
             assert mixed is not None
             return mixed
-        attended = self.attention(x, cache, batch, self._last, export)
+        input_scale, output_scale = self._attention_scales
+        attended = self.attention(self._scaled(x, input_scale), cache, batch, self._last, export)
+        attended = self._scaled(attended, output_scale)
         return attended if mixed is None else self._ops.add_residual(attended, self._ops.clone(mixed))
 
     def _add(self, x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
@@ -277,4 +284,7 @@ class DecoderLayer:
     def _output(self, x: Tensor, norm: Norm | None) -> Tensor:
         """Apply post-norm and residual scale to the output of a module."""
         x = norm(x) if norm else x
-        return x if self._residual_scale == 1 else self._ops.scale(x, self._residual_scale)
+        return self._scaled(x, self._residual_scale)
+
+    def _scaled(self, x: Tensor, factor: float) -> Tensor:
+        return x if factor == 1 else self._ops.scale(x, factor)
