@@ -133,6 +133,10 @@ inline f32x16 activated(f32x16 x) {
   if constexpr (activation == Activation::gelu) return 0.5f * x * (erf(x * 0.70710678118654752f) + 1.0f);
   if constexpr (activation == Activation::relu) return max(x, f32x16{});
   if constexpr (activation == Activation::tanh) return tanh(x);
+  if constexpr (activation == Activation::relu2) {
+    const f32x16 positive = max(x, f32x16{});
+    return positive * positive;
+  }
   f32x16 exponent = -x;
   if constexpr (activation == Activation::gelu_tanh) {  // x * (1 + tanh(y)) / 2 = x * sigmoid(2 * y)
     const f32x16 cubed = x * x * x;
@@ -150,6 +154,7 @@ inline void with_activation(Activation activation, Work&& work) {
     case Activation::gelu_tanh: return work.template operator()<Activation::gelu_tanh>();
     case Activation::relu: return work.template operator()<Activation::relu>();
     case Activation::tanh: return work.template operator()<Activation::tanh>();
+    case Activation::relu2: return work.template operator()<Activation::relu2>();
     case Activation::swigluoai: return work.template operator()<Activation::swigluoai>();
   }
 }

@@ -8,6 +8,7 @@
 #include "argmax.h"
 #include "limits.h"
 #include "lora.h"
+#include "state_space.h"
 #include "states.h"
 
 namespace penstock {
@@ -95,6 +96,7 @@ const Kernels kernels = {
     by_type<LinearAttention, linear_attention_task<float>, linear_attention_task<bf16>>,
     by_type<GatedNorm, gated_norm_row<float>, gated_norm_row<bf16>>,
     by_type<MultiplyGate, multiply_gate_row<float>, multiply_gate_row<bf16>>,
+    by_type<MultiplyGate, multiply_silu_row<float>, multiply_silu_row<bf16>>,
     read,
     run_dots<Bf16Step>,
     run_dots<Int8Step>,

@@ -22,7 +22,7 @@ enum class Format : int32_t { unquantized, w8a8, w4a8, wint8, wint4, wfloat4 };
 
 // Activation functions, in the order of `ACTIVATIONS` and `GATES` in ops/activations.py: gelu is exact, gelu_tanh its tanh
 // approximation. swigluoai is a function of both a gate and the value that it gates.
-enum class Activation : int32_t { silu, gelu, gelu_tanh, relu, tanh, swigluoai };
+enum class Activation : int32_t { silu, gelu, gelu_tanh, relu, tanh, relu2, swigluoai };
 
 // Number of outputs of a panel. A packed [out, in] matrix consists of panels of 64 outputs. A panel stores the weights of
 // one input after another, so that a vector holds one input (or a few, depending on the format: formats.h) of 16 outputs.
@@ -451,6 +451,7 @@ struct Kernels {
   void (*linear_attention)(const LinearAttention&, int64_t task);
   void (*gated_norm)(const GatedNorm&, int64_t row);
   void (*multiply_gate)(const MultiplyGate&, int64_t row);
+  void (*multiply_silu)(const MultiplyGate&, int64_t row);
   void (*read)(const Read&, int64_t task);
   int64_t (*float_dots)(int64_t steps);
   int64_t (*integer_dots)(int64_t steps);

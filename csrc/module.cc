@@ -681,6 +681,12 @@ void multiply_gate(Address x, Address gate, Address out, int64_t rows, int64_t w
               MultiplyGate{ptr<void>(x), ptr<void>(gate), ptr<void>(out), width, stride, gate_stride, out_stride, Type(type)});
 }
 
+void multiply_silu(Address x, Address gate, Address out, int64_t rows, int64_t width, int64_t stride, int64_t gate_stride,
+                   int64_t out_stride, int type) {
+  submit_rows(rows, &Kernels::multiply_silu,
+              MultiplyGate{ptr<void>(x), ptr<void>(gate), ptr<void>(out), width, stride, gate_stride, out_stride, Type(type)});
+}
+
 // Waits for the other ranks.
 void barrier(Group& group) {
   submit({0, 0}, [&group](Size) { group.barrier(); });
@@ -806,6 +812,7 @@ NB_MODULE(_kernels, m) {
   m.def("linear_attention", &linear_attention, free);
   m.def("gated_norm", &gated_norm, free);
   m.def("multiply_gate", &multiply_gate, free);
+  m.def("multiply_silu", &multiply_silu, free);
   m.def("linear", &linear, free);
   m.def("linear_activation_and_mul", &gated, free);
   m.def("add_lora", &add_lora, free);

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from checkpoints import save
-from families import VOCABULARY, experts, flag, sizes
-from transformers import PreTrainedConfig, PreTrainedModel, Qwen3NextConfig
+from families import SCALINGS, VOCABULARY, experts, flag, rope, sizes
+from transformers import (
+    BambaConfig,
+    FalconH1Config,
+    GraniteMoeHybridConfig,
+    Mamba2Config,
+    NemotronHConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
 
 
 def layer_types(rng: Random, count: int, *kinds: str) -> list[str]:
@@ -37,8 +47,134 @@ def qwen3_next(rng: Random) -> PreTrainedConfig:
     )
 
 
+def mamba2(rng: Random) -> PreTrainedConfig:
+    hidden, groups, head_dim = rng.choice((64, 96)), rng.choice((1, 2, 4)), rng.choice((8, 16))
+    return Mamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        num_hidden_layers=rng.choice((2, 3)),
+        num_heads=2 * hidden // head_dim,
+        head_dim=head_dim,
+        state_size=rng.choice((16, 24, 256)),
+        n_groups=groups,
+        conv_kernel=rng.choice((2, 4)),
+        use_bias=flag(rng),
+        use_conv_bias=flag(rng),
+        time_step_limit=rng.choice(((0.0, float("inf")), (0.1, 0.9))),
+        tie_word_embeddings=flag(rng),
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+
+
+def mamba_sizes(rng: Random, inner: int) -> dict[str, Any]:
+    """Sizes of Mamba 2 layers with ``inner`` elements, by the field names of Bamba."""
+    head_dim = rng.choice((8, 16))
+    return {
+        "mamba_n_heads": inner // head_dim,
+        "mamba_d_head": head_dim,
+        "mamba_n_groups": rng.choice((1, 2, 4)),
+        "mamba_d_state": rng.choice((16, 24)),
+        "mamba_d_conv": rng.choice((2, 4)),
+        "mamba_conv_bias": flag(rng),
+        "mamba_proj_bias": flag(rng),
+        "time_step_limit": rng.choice(((0.0, float("inf")), (0.1, 0.9))),
+    }
+
+
+def bamba(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng, head_dim=False)
+    return BambaConfig(
+        **given,
+        **mamba_sizes(rng, 2 * given["hidden_size"]),
+        attn_layer_indices=[rng.randrange(given["num_hidden_layers"])],
+        attention_bias=flag(rng),
+        mlp_bias=flag(rng),
+    )
+
+
+def granite_hybrid(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng, head_dim=False)
+    return GraniteMoeHybridConfig(
+        **given,
+        **mamba_sizes(rng, 2 * given["hidden_size"]),
+        layer_types=layer_types(rng, given["num_hidden_layers"], "linear_attention", "full_attention"),
+        num_local_experts=rng.choice((0, 5)),
+        num_experts_per_tok=2,
+        shared_intermediate_size=rng.choice((40, 64)),
+        position_embedding_type=rng.choice((None, "rope")),
+        embedding_multiplier=rng.choice((1.0, 12.0)),
+        residual_multiplier=rng.choice((1.0, 0.22)),
+        attention_multiplier=rng.choice((0.1, 0.25)),
+        logits_scaling=rng.choice((1.0, 6.0)),
+        attention_bias=flag(rng),
+    )
+
+
+def nemotron_h(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng)
+    groups, head_dim, experts = rng.choice((1, 2, 4)), rng.choice((8, 16)), rng.choice((4, 8))
+    return NemotronHConfig(
+        **given,
+        layers_block_type=layer_types(rng, 5, "linear_attention", "full_attention", "mlp", "moe"),
+        mamba_num_heads=rng.choice((4, 8, 12)),
+        mamba_head_dim=head_dim,
+        n_groups=groups,
+        ssm_state_size=rng.choice((16, 24)),
+        conv_kernel=rng.choice((2, 4)),
+        use_bias=flag(rng),
+        use_conv_bias=flag(rng),
+        mlp_bias=flag(rng),
+        time_step_min=rng.choice((0.001, 0.3)),
+        mlp_hidden_act=rng.choice(("relu2", "relu2", "silu")),
+        n_routed_experts=experts,
+        num_experts_per_tok=rng.choice((1, 2)),
+        n_group=rng.choice((1, 2)),
+        norm_topk_prob=flag(rng),
+        routed_scaling_factor=rng.choice((1.0, 2.5)),
+        moe_intermediate_size=rng.choice((24, 32, 64)),
+        moe_shared_expert_intermediate_size=rng.choice((40, 64)),
+        moe_latent_size=rng.choice((None, 32, 48)),
+    )
+
+
+def falcon_h1(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng)
+    inner = rng.choice((64, 96, 160))
+
+    def scale() -> float:
+        return rng.choice((1.0, 0.5, 0.7, 1.3))
+
+    return FalconH1Config(
+        **given,
+        **mamba_sizes(rng, inner) | {"mamba_n_groups": rng.choice((1, 2))},
+        mamba_d_ssm=inner,
+        mamba_norm_before_gate=flag(rng),
+        mamba_rms_norm=flag(rng),
+        projectors_bias=flag(rng),
+        attention_bias=flag(rng),
+        mlp_bias=flag(rng),
+        rope_parameters=rope(rng, given["head_dim"], *SCALINGS),
+        lm_head_multiplier=scale(),
+        embedding_multiplier=scale(),
+        mlp_multipliers=rng.choice((None, [scale(), scale()])),
+        key_multiplier=scale(),
+        attention_in_multiplier=scale(),
+        attention_out_multiplier=scale(),
+        ssm_multipliers=rng.choice((None, [scale() for _ in range(5)])),
+        ssm_in_multiplier=scale(),
+        ssm_out_multiplier=scale(),
+    )
+
+
 FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Qwen3Next": qwen3_next,
+    "Mamba2": mamba2,
+    "Bamba": bamba,
+    "GraniteMoeHybrid": granite_hybrid,
+    "NemotronH": nemotron_h,
+    "FalconH1": falcon_h1,
 }
 """Functions that draw a configuration, by the architecture's name without ``ForCausalLM``."""
 

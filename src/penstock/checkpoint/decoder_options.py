@@ -89,6 +89,11 @@ class DecoderOptions:
     attention_chunks: bool = False
     """Windows are chunks: a query sees the positions of its chunk up to itself (Llama 4); False: sliding windows."""
     query_scaling: QueryScaling | None = None
+    attention_scales: tuple[float, float] = (1.0, 1.0)
+    """Scales of the input and the output of attention (Falcon-H1)."""
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
+    """Scales of the gate of a gated MLP, before the activation, and of its output (Falcon-H1). Others than 1 require
+    the activation ``silu``."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Scale of the attention and MLP outputs that are added to the residual stream (Granite)."""

@@ -67,6 +67,12 @@ class ExpertsConfig:
     module: str = "mlp"
     """Name of the layer's MLP module."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Gate, up and down projection of an expert; without a gate, the first is ""."""
+    latent_size: int = 0
+    """Size of the input and output of the experts, with projections from and to the hidden size (Nemotron 3); 0: same
+    as the hidden size."""
+    latent_bias: bool = False
+    """The projections from and to ``latent_size`` have a bias."""
     bias: bool = False
     """Projections of experts have biases."""
     router: str = "gate"

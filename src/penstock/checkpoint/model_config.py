@@ -29,6 +29,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 """``hidden_act`` → key of ``ops.activations.ACTIVATIONS``."""
 DTYPES = {name: name for name in ("float32", "bfloat16", "float16", "float64")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .state_spec import StateSpec, StateTensor
@@ -46,5 +47,52 @@ class GatedDeltaNetConfig:
         )
 
 
-StateConfig = GatedDeltaNetConfig
+@dataclass(frozen=True)
+class Mamba2Config:
+    """State space model with a scalar decay per head (Mamba 2; Dao and Gu, 2024): short convolution of x, B and C, then
+    the recurrence, then a gated norm."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    """Number of groups of heads that share B and C; also the number of groups of the norm."""
+    state_size: int
+    """Elements of B and C; each head has a state of ``state_size`` times ``head_dim``."""
+    kernel: int
+    """Number of tokens that the short convolution sees."""
+    module: str = "mamba"
+    """Name of the module in the checkpoint."""
+    convolution_bias: bool = True
+    input_bias: bool = False
+    output_bias: bool = False
+    min_step: float = 0.0
+    max_step: float = math.inf
+    """Limits of the step (``dt``), after softplus."""
+    norm: bool = True
+    """False: multiply by SiLU of the gate, without a norm."""
+    gate_first: bool = True
+    """Multiply by the gate before the norm; False: after it."""
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    """Scales of the gate, x, B, C, and the step before its bias is added (Falcon-H1)."""
+
+    def spec(self, dtype: str, heads: int = 0, groups: int = 0) -> StateSpec:
+        """State of a rank with ``heads`` and ``groups``; 0: all."""
+        heads, groups = heads or self.heads, groups or self.groups
+        channels = heads * self.head_dim + 2 * groups * self.state_size
+        return StateSpec(
+            {
+                "conv": StateTensor((self.kernel - 1, channels), dtype),
+                "state": StateTensor((heads, self.state_size, self.head_dim), "float32"),
+            },
+            {
+                "conv_in": StateTensor((channels,), dtype),
+                "xbc": StateTensor((channels,), dtype),
+                "steps": StateTensor((heads,), dtype),
+            },
+        )
+
+
+StateConfig = GatedDeltaNetConfig | Mamba2Config
 """Configuration of a layer with state."""

@@ -8,8 +8,9 @@ from .gated_delta_net import GatedDeltaNet
 from .latent_attention import LatentAttention
 from .linear import ColumnParallelLinear, Embedding
 from .lora import LoRALayer, LoRATarget
-from .mlp import MLP, GatedMLP, MLPLayer
-from .moe import MixtureOfExperts
+from .mamba2 import Mamba2Mixer
+from .mlp import MLP, GatedMLP, MLPLayer, ScaledGatedMLP
+from .moe import LatentProjections, MixtureOfExperts
 from .norm import LayerNorm, Norm, RMSNorm
 from .pooler import PoolerHead
 from .rope import depends_on_length, rope_table

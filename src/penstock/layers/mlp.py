@@ -101,3 +101,42 @@ class MLP:
             self._dtype,
         )
         return self._down(activations, lora_slots)
+
+
+class ScaledGatedMLP:
+    """Gated MLP with scales, ``down(silu(gate(x) * gate_scale) * up(x)) * output_scale`` (Falcon-H1).
+
+    Args:
+        name, hidden_size, intermediate_size, bias: see ``GatedMLP``.
+        scales: ``gate_scale`` and ``output_scale``.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool,
+        scales: tuple[float, float],
+    ) -> None:
+        self._ops = context.ops
+        self._group = context.group
+        self._dtype = context.dtype
+        self._gate_scale, self._output_scale = scales
+        self._shard = shard_outputs(context.group, intermediate_size)
+        self._gate, self._up = (
+            ColumnParallelLinear(context, [f"{name}.{part}_proj"], hidden_size, [self._shard], bias)
+            for part in ("gate", "up")
+        )
+        shards = [shard_outputs(context.group, hidden_size)]
+        self._down = ColumnParallelLinear(
+            context, [f"{name}.down_proj"], intermediate_size, shards, bias, gather_output=True
+        )
+
+    def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
+        gate, up = self._ops.scale(self._gate(x, lora_slots), self._gate_scale), self._up(x, lora_slots)
+        activations = self._group.all_gather(
+            lambda out: self._ops.multiply_silu(up, gate, out), x.shape[0], self._shard, self._dtype
+        )
+        return self._ops.scale(self._down(activations, lora_slots), self._output_scale)

@@ -14,12 +14,31 @@ from penstock.parallel import SINGLE_RANK, Shard, shard_outputs
 from penstock.quant import ExpertMatrices
 
 from .context import BuildContext
+from .linear import ColumnParallelLinear
 from .lora import ExpertLoRA
 from .mlp import MLPLayer
 
 
+class LatentProjections:
+    """Projections from the hidden size to the smaller size of the experts, and back (Nemotron 3).
+
+    Args:
+        name: MLP module in the checkpoint with ``fc1_latent_proj`` and ``fc2_latent_proj``.
+        size: size of the experts' input and output.
+    """
+
+    def __init__(self, context: BuildContext, name: str, hidden_size: int, size: int, bias: bool) -> None:
+        self.size = size
+        self.down, self.up = (
+            ColumnParallelLinear(
+                context, [f"{name}.{part}_latent_proj"], inputs, [shard_outputs(context.group, outputs)], bias, True
+            )
+            for part, inputs, outputs in (("fc1", hidden_size, size), ("fc2", size, hidden_size))
+        )
+
+
 class MixtureOfExperts:
-    """An ``MLPLayer`` with gated MLPs as experts. A router chooses ``routing.top_k`` experts for each token.
+    """An ``MLPLayer`` with MLPs as experts, usually gated. A router chooses ``routing.top_k`` experts for each token.
 
     Outputs of experts are added in the order of the router's choice, which depends on the token alone, so results have
     the same bits in every batch. Ranks split the outputs of each expert, or, with ``context.expert_parallel``, the
@@ -34,11 +53,12 @@ class MixtureOfExperts:
         router_matrix_bias: the router's matrix has a bias.
         router_bias: ``[experts]`` float32, added to the scores to choose experts, but not to their weights.
         router_float32: compute the router's logits in float32, whatever the dtype of the model.
-        projections: names of an expert's gate, up and down projections.
+        projections: names of an expert's gate, up and down projections; without a gate, the first is "".
         layer: index of the layer in ``context.expert_load``.
         shared: shared expert, added for every token.
         shared_gate: name, relative to ``name``, of a matrix ``[1, hidden]``; the sigmoid of its output is the weight of
             ``shared``. "": weight 1.
+        latent: projections around the experts; None: the experts' inputs have ``hidden_size`` elements.
         input_routing: routing with ``top_k`` 1 that gives a scale of the expert's input; None: not scaled.
     """
 
@@ -62,6 +82,7 @@ class MixtureOfExperts:
         shared: MLPLayer | None = None,
         shared_gate: str = "",
         input_routing: Routing | None = None,
+        latent: LatentProjections | None = None,
     ) -> None:
         self._ops = context.ops
         self._group = context.group
@@ -89,9 +110,11 @@ class MixtureOfExperts:
             first = sum(map(len, placement[: context.group.rank]))
             self._experts = Shard(first, first + len(numbers), sum(map(len, placement)))
             self._places = _place_table(placement, num_experts, context.device)
+        self._latent, size = latent, latent.size if latent else hidden_size
         group = SINGLE_RANK if self._expert_parallel else context.group
-        self._shard, self._out_shard = (shard_outputs(group, size) for size in (intermediate_size, hidden_size))
-        gate, up, down = projections
+        self._shard, self._out_shard = (shard_outputs(group, each) for each in (intermediate_size, size))
+        *gate_up, down = filter(None, projections)
+        self._is_gated = len(gate_up) > 1
 
         def matrices(names: Sequence[str], inputs: int, shard: Shard) -> tuple[ExpertMatrices, ExpertLoRA | None]:
             def bias_of(members: Sequence[str]) -> Tensor | None:
@@ -103,7 +126,7 @@ class MixtureOfExperts:
             biases = [bias_of(each) for each in by_expert]
             return context.expert_matrices(by_expert, inputs, shard, biases, self._experts.first), lora
 
-        self._gate_up, self._gate_up_lora = matrices([gate, up], hidden_size, self._shard)
+        self._gate_up, self._gate_up_lora = matrices(gate_up, size, self._shard)
         self._down, self._down_lora = matrices([down], intermediate_size, self._out_shard)
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
@@ -113,6 +136,23 @@ class MixtureOfExperts:
             self._ops.count_experts(ids, self._counts, self._load.num_tokens)
         shared = None if self._shared is None else self._shared(x, lora_slots)
         gate = None if self._shared_gate is None else self._shared_gate.linear(x, True)
+        if self._latent is None:
+            return self._combined(x, logits, ids, weights, shared, gate, lora_slots)
+        combined = self._combined(self._latent.down(x, lora_slots), logits, ids, weights, None, None, lora_slots)
+        result = self._latent.up(combined, lora_slots)
+        return result if shared is None else self._ops.add_residual(shared, self._ops.clone(result))
+
+    def _combined(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        gate: Tensor | None,
+        lora_slots: Tensor | None,
+    ) -> Tensor:
+        """Sum of the chosen experts and the shared expert."""
         if self._input_routing:
             _, factors = self._ops.select_experts(logits, self._input_routing)
             x = self._ops.combine_experts(x[:, None], factors, None, None)
@@ -123,10 +163,13 @@ class MixtureOfExperts:
         return self._split_by_outputs(x, ids, weights, shared, gate, lora_slots)
 
     def _gated(self, x: Tensor, ids: Tensor, out: Tensor | None = None, lora_slots: Tensor | None = None) -> Tensor:
-        if lora_slots is None or self._gate_up_lora is None:
+        if self._is_gated and (lora_slots is None or self._gate_up_lora is None):
             return self._gate_up.linear_activation_and_mul(x, ids, self._activation, out)
-        products = self._gate_up_lora(self._gate_up.linear(x, ids), x, lora_slots, ids)
-        return self._ops.activation_and_mul(products, self._activation, out)
+        products = self._gate_up.linear(x, ids)
+        if lora_slots is not None and self._gate_up_lora is not None:
+            products = self._gate_up_lora(products, x, lora_slots, ids)
+        activate = self._ops.activation_and_mul if self._is_gated else self._ops.activation
+        return activate(products, self._activation, out)
 
     def _split_by_experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None

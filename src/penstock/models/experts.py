@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penstock.checkpoint.experts_config import ExpertsConfig
 from penstock.checkpoint.model_config import ModelConfig
-from penstock.layers import BuildContext, GatedMLP, MixtureOfExperts, MLPLayer
+from penstock.layers import MLP, BuildContext, GatedMLP, LatentProjections, MixtureOfExperts, MLPLayer
 
 from .layer import dense_mlp
 
@@ -21,8 +21,7 @@ def feed_forward(context: BuildContext, config: ModelConfig, layer: int, name: s
     shared = None
     if experts.shared_size:
         shared_name = f"{name}.{experts.shared_name}"
-        sizes = config.hidden_size, experts.shared_size
-        shared = GatedMLP(context, shared_name, *sizes, experts.shared_bias, config.options.activation)
+        shared = _shared_expert(context, experts, config, shared_name)
     return MixtureOfExperts(
         context,
         name,
@@ -41,7 +40,17 @@ def feed_forward(context: BuildContext, config: ModelConfig, layer: int, name: s
         shared=shared,
         shared_gate=experts.shared_gate,
         input_routing=experts.input_routing,
+        latent=LatentProjections(context, name, config.hidden_size, experts.latent_size, experts.latent_bias)
+        if experts.latent_size
+        else None,
     )
+
+
+def _shared_expert(context: BuildContext, experts: ExpertsConfig, config: ModelConfig, name: str) -> MLPLayer:
+    sizes = config.hidden_size, experts.shared_size, experts.shared_bias
+    if experts.projections[0]:
+        return GatedMLP(context, name, *sizes, config.options.activation)
+    return MLP(context, (f"{name}.up_proj", f"{name}.down_proj"), *sizes, config.options.activation)
 
 
 def _router_bias(context: BuildContext, experts: ExpertsConfig, name: str) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.checkpoint.decoder_options import QKNormOptions
 from penstock.checkpoint.model_config import ModelConfig
-from penstock.checkpoint.state_config import GatedDeltaNetConfig
+from penstock.checkpoint.state_config import GatedDeltaNetConfig, Mamba2Config
 from penstock.layers import (
     MLP,
     Attention,
@@ -20,10 +20,12 @@ from penstock.layers import (
     GatedMLP,
     LatentAttention,
     LayerNorm,
+    Mamba2Mixer,
     MLPLayer,
     Norm,
     QKNormLayers,
     RMSNorm,
+    ScaledGatedMLP,
     StateLayer,
 )
 from penstock.layers.norm import UnweightedRMSNorm
@@ -91,6 +93,8 @@ def make_state(context: BuildContext, config: ModelConfig, layer: int, name: str
     match config.state:
         case GatedDeltaNetConfig() as state:
             return GatedDeltaNet(context, f"{name}.{state.module}", config.hidden_size, state, config.rms_norm_eps)
+        case Mamba2Config() as state:
+            return Mamba2Mixer(context, f"{name}.{state.module}", config.hidden_size, state, config.rms_norm_eps)
         case None:
             raise AssertionError("the model has no layers with state")
 
@@ -175,8 +179,11 @@ def _qk_norm_layers(context: BuildContext, config: ModelConfig, name: str) -> QK
 
 
 def dense_mlp(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
-    """``MLPFactory``: ``GatedMLP`` if ``gated_mlp``, else ``MLP``."""
+    """``MLPFactory``: ``GatedMLP`` if ``gated_mlp``, with scales ``ScaledGatedMLP``; else ``MLP``."""
     sizes, options = (config.hidden_size, config.intermediate_size, config.mlp_bias), config.options
+    if options.mlp_scales != (1, 1):
+        assert options.gated_mlp and options.activation == "silu"
+        return ScaledGatedMLP(context, name, *sizes, options.mlp_scales)
     if options.gated_mlp:
         return GatedMLP(context, name, *sizes, options.activation)
     return MLP(context, (f"{name}.c_fc", f"{name}.c_proj"), *sizes, options.activation)
@@ -211,6 +218,7 @@ class DecoderLayer:
         self._last = number == config.num_layers - 1
         self._parallel = options.parallel_residual
         self._residual_scale = options.residual_scale
+        self._attention_scales = options.attention_scales
         self._before_attention = norm(names.before_attention, mixes)
         self.attention = (
             attention(context, config, number, f"{name}.self_attn") if config.has_attention(number) else None
@@ -261,8 +269,10 @@ class DecoderLayer:
         if self.attention is None:
             assert mixed is not None
             return mixed
-        attended = self.attention(x, cache, batch, self._last, export)
-        return attended if mixed is None else self._ops.add_residual(attended, mixed)
+        input_scale, output_scale = self._attention_scales
+        attended = self.attention(self._scaled(x, input_scale), cache, batch, self._last, export)
+        attended = self._scaled(attended, output_scale)
+        return attended if mixed is None else self._ops.add_residual(attended, self._ops.clone(mixed))
 
     def _add(self, x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """Add ``x`` to the residual stream. Returns the input of the next module, and the residual stream."""
@@ -276,4 +286,7 @@ class DecoderLayer:
     def _output(self, x: Tensor, norm: Norm | None) -> Tensor:
         """Apply post-norm and residual scale to the output of a module."""
         x = norm(x) if norm else x
-        return x if self._residual_scale == 1 else self._ops.scale(x, self._residual_scale)
+        return self._scaled(x, self._residual_scale)
+
+    def _scaled(self, x: Tensor, factor: float) -> Tensor:
+        return x if factor == 1 else self._ops.scale(x, factor)

@@ -29,7 +29,7 @@ from .batch import (
 )
 from .lora import LoRAWeights
 from .quantized_weight import QuantizedWeight
-from .states import DeltaSizes
+from .states import DeltaSizes, StateSpaceSizes
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +191,19 @@ class Ops(Protocol):
         out: Tensor | None = None,
     ) -> Tensor: ...
     def multiply_gate(self, x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def state_space(
+        self,
+        xbc: Tensor,
+        steps: Tensor,
+        log_decay: Tensor,
+        step_bias: Tensor,
+        skip: Tensor,
+        sizes: StateSpaceSizes,
+        cache: Mapping[str, Tensor],
+        batch: Batch,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+    def multiply_silu(self, x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor: ...
     def capture(self, forward: ForwardFn, options: CaptureOptions) -> ForwardFn: ...
     def is_capturing(self) -> bool: ...
 

@@ -14,9 +14,10 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "tanh": torch.tanh,
+    "relu2": lambda x: F.relu(x).square(),
 }
 """Activation functions by name, in the order of their numbers in the kernels. ``gelu`` is the exact GELU (Hendrycks and
-Gimpel, 2016), ``gelu_tanh`` its approximation with tanh."""
+Gimpel, 2016), ``gelu_tanh`` its approximation with tanh, ``relu2`` the squared ReLU (So et al., 2021)."""
 
 
 def swigluoai(gate: Tensor, up: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -15,3 +16,16 @@ class DeltaSizes:
     value_dim: int
     l2_eps: float = 1e-6
     """Added to the square of a query's or key's length before it is normalized."""
+
+
+@dataclass(frozen=True)
+class StateSpaceSizes:
+    """Sizes and limits of ``state_space`` on one rank."""
+
+    heads: int
+    groups: int
+    """Number of groups of consecutive heads that share B and C."""
+    head_dim: int
+    state_size: int
+    min_step: float = 0.0
+    max_step: float = math.inf

@@ -17,8 +17,10 @@ from ..reference import (
     gated_delta_rule,
     gated_rms_norm,
     multiply_gate,
+    multiply_silu,
     place_experts,
     short_convolution,
+    state_space,
 )
 from .attention import attention
 from .elementwise import (

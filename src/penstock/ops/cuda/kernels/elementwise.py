@@ -177,6 +177,9 @@ def apply_activation(x, FUNCTION: tl.constexpr):
         result = x / (1.0 + tl.exp(tl.minimum(exponent, 80.0)))
     elif FUNCTION == "relu":
         result = tl.maximum(x, 0.0)
+    elif FUNCTION == "relu2":
+        positive = tl.maximum(x, 0.0)
+        result = positive * positive
     else:
         result = tanh(x)
     return result

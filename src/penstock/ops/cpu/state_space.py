@@ -1,0 +1,80 @@
+"""Ops of state space models (Mamba 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from .. import _kernels
+from ..batch import Batch
+from ..states import StateSpaceSizes
+from .dtypes import DTYPE_CODES
+from .graph import empty
+from .states import _keep as keep_inputs
+from .states import _rows as batch_rows
+from .states import _sequences as num_sequences
+
+
+def state_space(
+    xbc: Tensor,
+    steps: Tensor,
+    log_decay: Tensor,
+    step_bias: Tensor,
+    skip: Tensor,
+    sizes: StateSpaceSizes,
+    cache: Mapping[str, Tensor],
+    batch: Batch,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See ``reference.state_space``. In the terms of linear attention, C, B and x are queries, keys and values."""
+    values, keys = sizes.heads * sizes.head_dim, sizes.groups * sizes.state_size
+    out = empty((xbc.shape[0], values), xbc.dtype) if out is None else out
+    assert xbc.stride(1) == steps.stride(1) == out.stride(1) == 1
+    rows = batch_rows(batch)
+    _kernels.linear_attention(
+        rows,
+        xbc.data_ptr(),
+        steps.data_ptr(),
+        out.data_ptr(),
+        cache["state"].data_ptr(),
+        cache["xbc"].data_ptr(),
+        cache["steps"].data_ptr(),
+        log_decay.data_ptr(),
+        step_bias.data_ptr(),
+        skip.data_ptr(),
+        num_sequences(batch),
+        xbc.stride(0),
+        steps.stride(0),
+        out.stride(0),
+        xbc.shape[1],
+        steps.shape[1],
+        cache["xbc"].shape[1],
+        sizes.heads,
+        sizes.heads // sizes.groups,
+        sizes.state_size,
+        sizes.head_dim,
+        values + keys,
+        values,
+        0,
+        0,
+        1.0,
+        0.0,
+        sizes.min_step,
+        sizes.max_step,
+        False,
+        DTYPE_CODES[xbc.dtype],
+    )
+    keep_inputs(rows, xbc, cache["xbc"], batch)
+    keep_inputs(rows, steps, cache["steps"], batch)
+    return out
+
+
+def multiply_silu(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
+    """See ``reference.multiply_silu``."""
+    out = empty(x.shape, x.dtype) if out is None else out
+    assert x.stride(1) == gate.stride(1) == out.stride(1) == 1
+    strides = x.stride(0), gate.stride(0), out.stride(0)
+    pointers = x.data_ptr(), gate.data_ptr(), out.data_ptr()
+    _kernels.multiply_silu(*pointers, x.shape[0], x.shape[1], *strides, DTYPE_CODES[x.dtype])
+    return out
