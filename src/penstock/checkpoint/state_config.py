@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from penstock.core import Code, PenstockError
 
 from .state_spec import StateSpec, StateTensor
 
@@ -41,5 +44,110 @@ class GatedDeltaNetConfig:
         )
 
 
-StateConfig = GatedDeltaNetConfig
+@dataclass(frozen=True)
+class GatedConvolutionConfig:
+    """Gated short convolution (LFM2): the state is the convolution's inputs."""
+
+    channels: int
+    kernel: int
+    """Number of tokens that the convolution sees."""
+    bias: bool = False
+    """The convolution and both projections have biases."""
+    module: str = "conv"
+    """Name of the module in the checkpoint."""
+
+    def spec(self, dtype: str, channels: int = 0) -> StateSpec:
+        """State of a rank with ``channels``; 0: all."""
+        channels = channels or self.channels
+        return StateSpec(
+            {"conv": StateTensor((self.kernel - 1, channels), dtype)}, {"conv_in": StateTensor((channels,), dtype)}
+        )
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """Mamba (Gu and Dao, 2023): short convolution, then a selective scan with ``state_size`` states per channel."""
+
+    channels: int
+    state_size: int
+    step_rank: int
+    """Rank of the projection to the steps (dt)."""
+    kernel: int
+    """Number of tokens that the short convolution sees."""
+    bias: bool = False
+    """The projections to and from the channels have biases."""
+    convolution_bias: bool = True
+    norms: Literal["none", "weighted", "unweighted"] = "none"
+    """RMS norms of dt, B and C: none (Mamba), with weights (Jamba), or without (FalconMamba)."""
+    norm_eps: float = 1e-6
+    module: str = "mixer"
+    """Name of the module in the checkpoint."""
+
+    def spec(self, dtype: str, channels: int = 0) -> StateSpec:
+        """State of a rank with ``channels``; 0: all."""
+        channels = channels or self.channels
+        return StateSpec(
+            {
+                "conv": StateTensor((self.kernel - 1, channels), dtype),
+                "state": StateTensor((self.state_size, channels), "float32"),
+            },
+            {
+                "conv_in": StateTensor((channels,), dtype),
+                "x": StateTensor((channels,), dtype),
+                "steps": StateTensor((channels,), dtype),
+                "b": StateTensor((self.state_size,), dtype),
+            },
+        )
+
+
+@dataclass(frozen=True)
+class GatedLinearUnitConfig:
+    """Recurrent block of Griffin (De et al., 2024): short convolution, then a real-gated linear recurrent unit (RG-LRU)
+    with one state per channel."""
+
+    heads: int
+    """Number of blocks of the gates' block-diagonal matrices."""
+    width: int
+    """Number of channels of a head."""
+    kernel: int
+    """Number of tokens that the short convolution sees."""
+    activation: str = "gelu_tanh"
+    """Activation of the gate of the output: a key of ``ACTIVATIONS``."""
+    module: str = "temporal_block"
+    """Name of the module in the checkpoint."""
+
+    def spec(self, dtype: str, heads: int = 0) -> StateSpec:
+        """State of a rank with ``heads``; 0: all."""
+        heads = heads or self.heads
+        channels = heads * self.width
+        return StateSpec(
+            {
+                "conv": StateTensor((self.kernel - 1, channels), dtype),
+                "state": StateTensor((heads, self.width), "float32"),
+            },
+            {
+                "conv_in": StateTensor((channels,), dtype),
+                "x": StateTensor((channels,), dtype),
+                "gates": StateTensor((heads, 2 * self.width), dtype),
+            },
+        )
+
+
+StateConfig = GatedDeltaNetConfig | GatedConvolutionConfig | MambaConfig | GatedLinearUnitConfig
 """Configuration of a layer with state."""
+MAX_KERNEL = 8
+"""Largest number of tokens that a short convolution may see; a limit of the CPU kernels."""
+
+
+def check_kernel(kernel: int, field: str) -> int:
+    """Return the number of tokens that a short convolution sees.
+
+    Args:
+        field: field of ``config.json``, for the error message.
+
+    Raises ``PenstockError`` (``unsupported``) for numbers that the kernels do not support.
+    """
+    if not 2 <= kernel <= MAX_KERNEL:
+        message = f"{field} {kernel} is not supported; it must be from 2 to {MAX_KERNEL}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
+    return kernel

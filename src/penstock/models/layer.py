@@ -10,16 +10,24 @@ from torch import Tensor
 
 from penstock.checkpoint.decoder_options import QKNormOptions
 from penstock.checkpoint.model_config import ModelConfig
-from penstock.checkpoint.state_config import GatedDeltaNetConfig
+from penstock.checkpoint.state_config import (
+    GatedConvolutionConfig,
+    GatedDeltaNetConfig,
+    GatedLinearUnitConfig,
+    MambaConfig,
+)
 from penstock.layers import (
     MLP,
     Attention,
     AttentionLayer,
     BuildContext,
+    GatedConvolution,
     GatedDeltaNet,
+    GatedLinearUnit,
     GatedMLP,
     LatentAttention,
     LayerNorm,
+    Mamba,
     MLPLayer,
     Norm,
     QKNormLayers,
@@ -91,6 +99,12 @@ def make_state(context: BuildContext, config: ModelConfig, layer: int, name: str
     match config.state:
         case GatedDeltaNetConfig() as state:
             return GatedDeltaNet(context, f"{name}.{state.module}", config.hidden_size, state, config.rms_norm_eps)
+        case GatedConvolutionConfig() as state:
+            return GatedConvolution(context, f"{name}.{state.module}", config.hidden_size, state)
+        case MambaConfig() as state:
+            return Mamba(context, f"{name}.{state.module}", config.hidden_size, state)
+        case GatedLinearUnitConfig() as state:
+            return GatedLinearUnit(context, f"{name}.{state.module}", config.hidden_size, state)
         case None:
             raise AssertionError("the model has no layers with state")
 
@@ -212,7 +226,9 @@ class DecoderLayer:
         self._parallel = options.parallel_residual
         self._residual_scale = options.residual_scale
         self._before_attention = norm(names.before_attention, mixes)
-        self.attention = attention(context, config, number, f"{name}.self_attn") if config.has_attention(number) else None
+        self.attention = (
+            attention(context, config, number, f"{name}.self_attn") if config.has_attention(number) else None
+        )
         self.state = state(context, config, number, name) if config.has_state(number) else None
         self._after_attention = norm(names.after_attention, mixes)
         self._before_mlp = norm(names.before_mlp, has_mlp)

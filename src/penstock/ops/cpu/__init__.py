@@ -47,6 +47,7 @@ from .matrix import (
     quantize,
     supports,
 )
+from .scans import gated_linear_unit, multiply, selective_scan
 from .sketch import argmax
 from .states import gated_delta_rule, gated_rms_norm, multiply_gate, short_convolution
 

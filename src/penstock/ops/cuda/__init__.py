@@ -15,9 +15,12 @@ from ..reference import (
     count_experts,
     empty,
     gated_delta_rule,
+    gated_linear_unit,
     gated_rms_norm,
+    multiply,
     multiply_gate,
     place_experts,
+    selective_scan,
     short_convolution,
 )
 from .attention import attention

@@ -41,6 +41,7 @@ from .matrix import (
     packed_tensors,
     supports,
 )
+from .scans import gated_linear_unit, multiply, selective_scan
 from .states import gated_delta_rule, gated_rms_norm, multiply_gate, short_convolution
 
 NAME = "reference"
