@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
 from checkpoints import save
 from families import VOCABULARY, experts, flag, sizes
 from transformers import (
@@ -147,6 +148,10 @@ def draw(family: str, seed: int, folder: Path, vocab_size: int = VOCABULARY) -> 
     config = FAMILIES[family](Random(f"{family} {seed}"))
     config.vocab_size = vocab_size
     model = save(config, folder)
+    if biases := [bias for name, bias in model.named_buffers() if name.endswith("expert_bias")]:
+        for bias in biases:
+            torch.nn.init.normal_(bias, std=0.2)
+        model.save_pretrained(folder)
     if getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
         model.set_experts_implementation("eager")  # the other implementations do not support float64
     return model

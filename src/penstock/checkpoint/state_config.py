@@ -56,6 +56,10 @@ class GatedConvolutionConfig:
     module: str = "conv"
     """Name of the module in the checkpoint."""
 
+    def num_weights(self, hidden_size: int) -> int:
+        """Parameters of the matrices of a layer."""
+        return 4 * hidden_size * self.channels
+
     def spec(self, dtype: str, channels: int = 0) -> StateSpec:
         """State of a rank with ``channels``; 0: all."""
         channels = channels or self.channels
@@ -82,6 +86,10 @@ class MambaConfig:
     norm_eps: float = 1e-6
     module: str = "mixer"
     """Name of the module in the checkpoint."""
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Parameters of the matrices of a layer."""
+        return self.channels * (3 * hidden_size + 2 * (self.step_rank + self.state_size))
 
     def spec(self, dtype: str, channels: int = 0) -> StateSpec:
         """State of a rank with ``channels``; 0: all."""
@@ -115,6 +123,10 @@ class GatedLinearUnitConfig:
     """Activation of the gate of the output: a key of ``ACTIVATIONS``."""
     module: str = "temporal_block"
     """Name of the module in the checkpoint."""
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Parameters of the matrices of a layer."""
+        return self.heads * self.width * (3 * hidden_size + 2 * self.width)
 
     def spec(self, dtype: str, heads: int = 0) -> StateSpec:
         """State of a rank with ``heads``; 0: all."""

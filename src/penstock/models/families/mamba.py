@@ -14,8 +14,6 @@ from ..stored import Stored, part_of
 MAX_LEN = 2**18
 """Default of the maximum sequence length: the state has a fixed size, and there are no positions."""
 NAMES = {"model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f"}
-SIZES = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
-"""Sizes of attention, which no layer has."""
 
 
 def _read(raw: ConfigJson, norms: Literal["none", "unweighted"]) -> ModelConfig:
@@ -33,12 +31,14 @@ def _read(raw: ConfigJson, norms: Literal["none", "unweighted"]) -> ModelConfig:
         norm_eps=float(raw.get("mixer_rms_eps") or 1e-6),
     )
     fields: dict[str, Any] = {
+        # sizes of attention, which no layer has; ranks can share this number of heads
+        **{"num_attention_heads": channels, "num_key_value_heads": channels, "head_dim": 16},
         "intermediate_size": channels,
         "rms_norm_eps": raw.get("layer_norm_epsilon") or 1e-5,
         "max_position_embeddings": raw.get("max_position_embeddings") or MAX_LEN,
     }
     config = dense_config(
-        {**raw, **SIZES, **fields},
+        {**raw, **fields},
         options=options_of(raw, layer_norms=LayerNorms(before_attention="norm"), separate_mlps=True),
         layer_kinds=("state",) * int(raw["num_hidden_layers"]),
         state=state,
