@@ -127,7 +127,7 @@ inline void route_token(const Router& a, int64_t token) {
     a.ids[token * a.top_k + j] = id;
     total += weights[j] = scores[id];
   }
-  const float divisor = !a.renormalize ? 1.0f : total < a.min_sum ? a.min_sum : total;
+  const float divisor = !a.renormalize ? 1.0f : (total < a.min_sum ? a.min_sum : total) + a.added_sum;
   for (int64_t j = 0; j < a.top_k; j++) weights[j] = weights[j] / divisor * a.scale;
 }
 

@@ -8,7 +8,7 @@
 #include "argmax.h"
 #include "limits.h"
 #include "lora.h"
-#include "state_space.h"
+#include "selective_scan.h"
 #include "states.h"
 
 namespace penstock {
@@ -96,7 +96,10 @@ const Kernels kernels = {
     by_type<LinearAttention, linear_attention_task<float>, linear_attention_task<bf16>>,
     by_type<GatedNorm, gated_norm_row<float>, gated_norm_row<bf16>>,
     by_type<MultiplyGate, multiply_gate_row<float>, multiply_gate_row<bf16>>,
-    by_type<MultiplyGate, multiply_silu_row<float>, multiply_silu_row<bf16>>,
+    by_type<SelectiveScan, selective_scan_task<float>, selective_scan_task<bf16>>,
+    kScanTask,
+    by_type<GatedLinearUnit, gated_linear_unit_task<float>, gated_linear_unit_task<bf16>>,
+    by_type<MultiplyRows, multiply_row<float>, multiply_row<bf16>>,
     read,
     run_dots<Bf16Step>,
     run_dots<Int8Step>,

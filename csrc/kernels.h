@@ -101,7 +101,7 @@ struct Router {
   int64_t* ids;  // [tokens, top_k]
   float* weights;  // [tokens, top_k]
   int64_t experts, top_k, groups, top_groups;
-  float scale, min_sum;
+  float scale, min_sum, added_sum;
   bool sigmoid, sum_top2, renormalize;  // `sum_top2`: a group's score is the sum of its two best scores, else its best score
 };
 
@@ -384,6 +384,41 @@ struct MultiplyGate {
   Type type;
 };
 
+// Selective scan (Mamba): each channel has `size` states.
+struct SelectiveScan {
+  StateRows rows;
+  const void *x, *steps, *b, *c, *gate;  // [tokens, channels], the same, [tokens, size], the same, [tokens, channels]
+  void* out;
+  float* state;  // [slots, size, channels]
+  const void *kept_x, *kept_steps, *kept_b;  // [slots, max_drafts, channels], the same, [slots, max_drafts, size]
+  const float *rates, *step_bias, *skip;  // [size, channels]: logarithm of the decay per unit of the step; [channels]
+  int64_t x_stride, steps_stride, b_stride, c_stride, gate_stride, out_stride, channels, size, max_drafts;
+  Type type;
+};
+
+// Real-gated linear recurrent unit (Griffin).
+struct GatedLinearUnit {
+  StateRows rows;
+  const void *x, *gates;  // [tokens, heads, width], [tokens, heads, 2, width]: gate of the input, gate of the decay
+  void* out;
+  float* state;  // [slots, heads, width]
+  const void *kept_x, *kept_gates;  // [slots, max_drafts, heads, width], [slots, max_drafts, heads, 2, width]
+  const float *rates, *bias;  // [heads, width]: logarithm of the smallest decay; [heads, 2, width]: bias of the gates
+  const int64_t* positions;  // [tokens]
+  int64_t x_stride, gates_stride, out_stride, heads, width, max_drafts;
+  Type type;
+};
+
+// Product of two rows, the second after an activation (`activated`).
+struct MultiplyRows {
+  const void *x, *gate;
+  void* out;
+  int64_t size, stride, gate_stride, out_stride;
+  bool activated;
+  Activation activation;
+  Type type;
+};
+
 // Memory to read; `size`: bytes per task, a multiple of 256.
 struct Read {
   const void* from;
@@ -451,7 +486,10 @@ struct Kernels {
   void (*linear_attention)(const LinearAttention&, int64_t task);
   void (*gated_norm)(const GatedNorm&, int64_t row);
   void (*multiply_gate)(const MultiplyGate&, int64_t row);
-  void (*multiply_silu)(const MultiplyGate&, int64_t row);
+  void (*selective_scan)(const SelectiveScan&, int64_t task);
+  int64_t scan_channels;  // of a task
+  void (*gated_linear_unit)(const GatedLinearUnit&, int64_t task);
+  void (*multiply_rows)(const MultiplyRows&, int64_t row);
   void (*read)(const Read&, int64_t task);
   int64_t (*float_dots)(int64_t steps);
   int64_t (*integer_dots)(int64_t steps);

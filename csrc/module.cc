@@ -300,10 +300,11 @@ void experts_linear(Address x, Address x_scales, Address x_sums, const Experts& 
 }
 
 void route(Address logits, Address bias, Address ids, Address weights, int64_t tokens, int64_t experts, int64_t top_k,
-           int64_t groups, int64_t top_groups, float scale, float min_sum, bool sigmoid, bool sum_top2, bool renormalize) {
+           int64_t groups, int64_t top_groups, float scale, float min_sum, float added_sum, bool sigmoid, bool sum_top2,
+           bool renormalize) {
   submit_rows(tokens, &Kernels::router,
               Router{ptr<float>(logits), ptr<float>(bias), ptr<int64_t>(ids), ptr<float>(weights), experts, top_k, groups,
-                     top_groups, scale, min_sum, sigmoid, sum_top2, renormalize});
+                     top_groups, scale, min_sum, added_sum, sigmoid, sum_top2, renormalize});
 }
 
 void count_experts(Address ids, Address counts, int64_t tokens, int64_t top_k) {
@@ -681,10 +682,41 @@ void multiply_gate(Address x, Address gate, Address out, int64_t rows, int64_t w
               MultiplyGate{ptr<void>(x), ptr<void>(gate), ptr<void>(out), width, stride, gate_stride, out_stride, Type(type)});
 }
 
-void multiply_silu(Address x, Address gate, Address out, int64_t rows, int64_t width, int64_t stride, int64_t gate_stride,
-                   int64_t out_stride, int type) {
-  submit_rows(rows, &Kernels::multiply_silu,
-              MultiplyGate{ptr<void>(x), ptr<void>(gate), ptr<void>(out), width, stride, gate_stride, out_stride, Type(type)});
+void selective_scan(const StateRows& rows, Address x, Address steps, Address b, Address c, Address gate, Address out,
+                    Address state, Address kept_x, Address kept_steps, Address kept_b, Address rates, Address step_bias,
+                    Address skip, int64_t sequences, int64_t x_stride, int64_t steps_stride, int64_t b_stride,
+                    int64_t c_stride, int64_t gate_stride, int64_t out_stride, int64_t channels, int64_t size,
+                    int64_t max_drafts, int type) {
+  const auto args = make<SelectiveScan>(
+      rows, ptr<void>(x), ptr<void>(steps), ptr<void>(b), ptr<void>(c), ptr<void>(gate), ptr<void>(out), ptr<float>(state),
+      ptr<void>(kept_x), ptr<void>(kept_steps), ptr<void>(kept_b), ptr<float>(rates), ptr<float>(step_bias),
+      ptr<float>(skip), x_stride, steps_stride, b_stride, c_stride, gate_stride, out_stride, channels, size, max_drafts,
+      Type(type));
+  submit({0, sequences}, [=](Size step) {
+    const int64_t tasks = step.sequences * ceil_div(args.channels, kernels->scan_channels);
+    pool()->run(tasks, [&](int64_t task) { kernels->selective_scan(args, task); });
+  });
+}
+
+void gated_linear_unit(const StateRows& rows, Address x, Address gates, Address out, Address state, Address kept_x,
+                       Address kept_gates, Address rates, Address bias, Address positions, int64_t sequences,
+                       int64_t x_stride, int64_t gates_stride, int64_t out_stride, int64_t heads, int64_t width,
+                       int64_t max_drafts, int type) {
+  const auto args = make<GatedLinearUnit>(rows, ptr<void>(x), ptr<void>(gates), ptr<void>(out), ptr<float>(state),
+                                          ptr<void>(kept_x), ptr<void>(kept_gates), ptr<float>(rates), ptr<float>(bias),
+                                          ptr<int64_t>(positions), x_stride, gates_stride, out_stride, heads, width,
+                                          max_drafts, Type(type));
+  submit({0, sequences}, [=](Size step) {
+    pool()->run(step.sequences * args.heads, [&](int64_t task) { kernels->gated_linear_unit(args, task); });
+  });
+}
+
+// `activation`: -1: none.
+void multiply_rows(Address x, Address gate, Address out, int64_t rows, int64_t width, int64_t stride, int64_t gate_stride,
+                   int64_t out_stride, int activation, int type) {
+  submit_rows(rows, &Kernels::multiply_rows,
+              MultiplyRows{ptr<void>(x), ptr<void>(gate), ptr<void>(out), width, stride, gate_stride, out_stride,
+                           activation >= 0, Activation(activation), Type(type)});
 }
 
 // Waits for the other ranks.
@@ -812,7 +844,9 @@ NB_MODULE(_kernels, m) {
   m.def("linear_attention", &linear_attention, free);
   m.def("gated_norm", &gated_norm, free);
   m.def("multiply_gate", &multiply_gate, free);
-  m.def("multiply_silu", &multiply_silu, free);
+  m.def("selective_scan", &selective_scan, free);
+  m.def("gated_linear_unit", &gated_linear_unit, free);
+  m.def("multiply_rows", &multiply_rows, free);
   m.def("linear", &linear, free);
   m.def("linear_activation_and_mul", &gated, free);
   m.def("add_lora", &add_lora, free);

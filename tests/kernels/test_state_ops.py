@@ -13,9 +13,10 @@ from hypothesis import given
 from test_ops import TOLERANCE, few, kernels, randn, seeds
 from torch import Tensor
 
-from penstock.checkpoint.state_config import GatedDeltaNetConfig
+from penstock.checkpoint.state_config import GatedDeltaNetConfig, GatedLinearUnitConfig, MambaConfig
 from penstock.checkpoint.state_spec import StateSpec
-from penstock.ops import AttentionMetadata, Batch, DeltaSizes, StateBatch, cpu, reference
+from penstock.ops import AttentionMetadata, Batch, DeltaSizes, ScanWeights, StateBatch, cpu, reference
+from penstock.ops.activations import ACTIVATIONS
 
 MAX_DRAFTS = 3
 ROWS = 4
@@ -78,7 +79,46 @@ def delta_rule(rng: Random, dtype: torch.dtype) -> Op:
     return Op(spec, inputs, call)
 
 
-OPS: dict[str, Callable[[Random, torch.dtype], Op]] = {"convolution": convolution, "delta rule": delta_rule}
+def selective_scan(rng: Random, dtype: torch.dtype) -> Op:
+    channels, size = rng.choice((5, 16, 64, 100, 200)), rng.choice((1, 4, 16, 21))
+    spec = MambaConfig(channels, size, 1, 4).spec(str(dtype).removeprefix("torch."))
+    weights = ScanWeights(-randn(1, size, channels).exp(), randn(2, channels), randn(3, channels))
+
+    def inputs(seed: int, tokens: int) -> Inputs:
+        parts = randn(seed, tokens, 3 * channels + 2 * size, dtype=dtype)
+        return tuple(parts.split([channels, channels, size, size, channels], -1))
+
+    def call(ops: Any, given: Inputs, cache: dict[str, Tensor], batch: Batch) -> Tensor:
+        result: Tensor = ops.selective_scan(*given, weights, cache, batch)
+        return result
+
+    return Op(spec, inputs, call)
+
+
+def gated_linear_unit(rng: Random, dtype: torch.dtype) -> Op:
+    heads, width = rng.randint(1, 3), rng.choice((5, 16, 40))
+    spec = GatedLinearUnitConfig(heads, width, 4).spec(str(dtype).removeprefix("torch."))
+    rates, bias = -8 * randn(1, heads, width).exp(), randn(2, heads, 2 * width)
+
+    def inputs(seed: int, tokens: int) -> Inputs:
+        x, gates = randn(seed, tokens, heads * width, dtype=dtype), randn(seed, tokens, heads, 2 * width, dtype=dtype)
+        return x, gates, torch.arange(tokens)
+
+    def call(ops: Any, given: Inputs, cache: dict[str, Tensor], batch: Batch) -> Tensor:
+        x, gates, positions = given
+        batch.positions = positions
+        result: Tensor = ops.gated_linear_unit(x, gates, rates, bias, cache, batch)
+        return result
+
+    return Op(spec, inputs, call)
+
+
+OPS: dict[str, Callable[[Random, torch.dtype], Op]] = {
+    "convolution": convolution,
+    "delta rule": delta_rule,
+    "selective scan": selective_scan,
+    "gated linear unit": gated_linear_unit,
+}
 
 
 def new_cache(spec: StateSpec) -> dict[str, Tensor]:
@@ -187,3 +227,18 @@ def test_bits_do_not_depend_on_steps_drafts_and_snapshots(name: str, seed: int) 
         if not accepted[row]:
             for part, values in expected[row][1].items():
                 assert torch.equal(cache[part][row], values)
+
+
+@few
+@given(seed=seeds)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_product_of_rows_matches_reference(dtype: torch.dtype, seed: int) -> None:
+    rng = Random(seed)
+    tokens, size = rng.randint(0, 20), rng.choice((5, 16, 100))
+    x, gate = randn(seed % 1000, tokens, 2 * size, dtype=dtype).chunk(2, -1)
+    function = rng.choice(("", *ACTIVATIONS))
+    expected = reference.multiply(x, gate, function)
+    torch.testing.assert_close(cpu.multiply(x, gate, function), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    wide = torch.zeros(tokens, 3 * size, dtype=dtype)
+    out = cpu.multiply(x, gate, function, wide[:, size : 2 * size])
+    assert torch.equal(out, cpu.multiply(x, gate, function)) and not wide[:, :size].any()

@@ -24,6 +24,8 @@ pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built",
 
 DRAWS = int(os.environ.get("PENSTOCK_FAMILY_DRAWS", "20"))
 """Number of configurations per family in the thorough test."""
+ERROR_RATIO = 10.0
+"""Maximum error relative to that of transformers: a recurrence amplifies differences in the order of sums."""
 REPEATED = [prompt[:20] * 4 for prompt in PROMPTS if len(prompt) >= 20]
 """Prompts with repetitions, for drafts of n-grams."""
 SEVERAL = SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=12, logprobs=1, ignore_eos=True)
@@ -45,14 +47,14 @@ def outputs(folder: Path, sampling: SamplingParams, prompts: list[list[int]], **
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_matches_transformers(family: str, tmp_path: Path) -> None:
-    check(tmp_path, draw(family, 0, tmp_path))
+    check(tmp_path, draw(family, 0, tmp_path), ERROR_RATIO)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drawn_configs_match_transformers(family: str, tmp_path: Path) -> None:
     for seed in range(1, DRAWS + 1):
-        check(tmp_path / str(seed), draw(family, seed, tmp_path / str(seed)))
+        check(tmp_path / str(seed), draw(family, seed, tmp_path / str(seed)), ERROR_RATIO)
 
 
 @pytest.mark.slow_after(1)

@@ -19,6 +19,8 @@ class Routing:
     """Divide the scores of the chosen experts by their sum."""
     min_sum: float = 0.0
     """Lower bound of the sum that ``renormalize`` divides by."""
+    added_sum: float = 0.0
+    """Number added to the sum that ``renormalize`` divides by (LFM2)."""
     scale: float = 1.0
     """Factor of the weights of the chosen experts."""
     groups: int = 1

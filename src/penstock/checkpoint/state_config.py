@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
+
+from penstock.core import Code, PenstockError
 
 from .state_spec import StateSpec, StateTensor
 
@@ -77,6 +80,11 @@ class Mamba2Config:
     scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     """Scales of the gate, x, B, C, and the step before its bias is added (Falcon-H1)."""
 
+    def num_weights(self, hidden_size: int) -> int:
+        """Parameters of the matrices of a layer."""
+        inner = self.heads * self.head_dim
+        return hidden_size * (3 * inner + 2 * self.groups * self.state_size + self.heads)
+
     def spec(self, dtype: str, heads: int = 0, groups: int = 0) -> StateSpec:
         """State of a rank with ``heads`` and ``groups``; 0: all."""
         heads, groups = heads or self.heads, groups or self.groups
@@ -94,5 +102,122 @@ class Mamba2Config:
         )
 
 
-StateConfig = GatedDeltaNetConfig | Mamba2Config
+@dataclass(frozen=True)
+class GatedConvolutionConfig:
+    """Gated short convolution (LFM2): the state is the convolution's inputs."""
+
+    channels: int
+    kernel: int
+    """Number of tokens that the convolution sees."""
+    bias: bool = False
+    """The convolution and both projections have biases."""
+    module: str = "conv"
+    """Name of the module in the checkpoint."""
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Parameters of the matrices of a layer."""
+        return 4 * hidden_size * self.channels
+
+    def spec(self, dtype: str, channels: int = 0) -> StateSpec:
+        """State of a rank with ``channels``; 0: all."""
+        channels = channels or self.channels
+        return StateSpec(
+            {"conv": StateTensor((self.kernel - 1, channels), dtype)}, {"conv_in": StateTensor((channels,), dtype)}
+        )
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """Mamba (Gu and Dao, 2023): short convolution, then a selective scan with ``state_size`` states per channel."""
+
+    channels: int
+    state_size: int
+    step_rank: int
+    """Rank of the projection to the steps (dt)."""
+    kernel: int
+    """Number of tokens that the short convolution sees."""
+    bias: bool = False
+    """The projections to and from the channels have biases."""
+    convolution_bias: bool = True
+    norms: Literal["none", "weighted", "unweighted"] = "none"
+    """RMS norms of dt, B and C: none (Mamba), with weights (Jamba), or without (FalconMamba)."""
+    norm_eps: float = 1e-6
+    module: str = "mixer"
+    """Name of the module in the checkpoint."""
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Parameters of the matrices of a layer."""
+        return self.channels * (3 * hidden_size + 2 * (self.step_rank + self.state_size))
+
+    def spec(self, dtype: str, channels: int = 0) -> StateSpec:
+        """State of a rank with ``channels``; 0: all."""
+        channels = channels or self.channels
+        return StateSpec(
+            {
+                "conv": StateTensor((self.kernel - 1, channels), dtype),
+                "state": StateTensor((self.state_size, channels), "float32"),
+            },
+            {
+                "conv_in": StateTensor((channels,), dtype),
+                "x": StateTensor((channels,), dtype),
+                "steps": StateTensor((channels,), dtype),
+                "b": StateTensor((self.state_size,), dtype),
+            },
+        )
+
+
+@dataclass(frozen=True)
+class GatedLinearUnitConfig:
+    """Recurrent block of Griffin (De et al., 2024): short convolution, then a real-gated linear recurrent unit (RG-LRU)
+    with one state per channel."""
+
+    heads: int
+    """Number of blocks of the gates' block-diagonal matrices."""
+    width: int
+    """Number of channels of a head."""
+    kernel: int
+    """Number of tokens that the short convolution sees."""
+    activation: str = "gelu_tanh"
+    """Activation of the gate of the output: a key of ``ACTIVATIONS``."""
+    module: str = "temporal_block"
+    """Name of the module in the checkpoint."""
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Parameters of the matrices of a layer."""
+        return self.heads * self.width * (3 * hidden_size + 2 * self.width)
+
+    def spec(self, dtype: str, heads: int = 0) -> StateSpec:
+        """State of a rank with ``heads``; 0: all."""
+        heads = heads or self.heads
+        channels = heads * self.width
+        return StateSpec(
+            {
+                "conv": StateTensor((self.kernel - 1, channels), dtype),
+                "state": StateTensor((heads, self.width), "float32"),
+            },
+            {
+                "conv_in": StateTensor((channels,), dtype),
+                "x": StateTensor((channels,), dtype),
+                "gates": StateTensor((heads, 2 * self.width), dtype),
+            },
+        )
+
+
+MAX_KERNEL = 8
+"""Largest number of tokens that a short convolution may see; a limit of the CPU kernels."""
+StateConfig = GatedDeltaNetConfig | Mamba2Config | GatedConvolutionConfig | MambaConfig | GatedLinearUnitConfig
 """Configuration of a layer with state."""
+
+
+def check_kernel(kernel: int, field: str) -> int:
+    """Return the number of tokens that a short convolution sees.
+
+    Args:
+        field: field of ``config.json``, for the error message.
+
+    Raises ``PenstockError`` (``unsupported``) for numbers that the kernels do not support.
+    """
+    if not 2 <= kernel <= MAX_KERNEL:
+        message = f"{field} {kernel} is not supported; it must be from 2 to {MAX_KERNEL}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
+    return kernel

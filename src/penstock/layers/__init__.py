@@ -4,10 +4,13 @@ from .attention import Attention, AttentionLayer, QKNormLayers
 from .context import BuildContext, BuildOptions, PackedWeights, Weights
 from .encoder import BidirectionalAttention
 from .expert_load import ExpertLoad
+from .gated_convolution import GatedConvolution
 from .gated_delta_net import GatedDeltaNet
+from .gated_linear_unit import GatedLinearUnit
 from .latent_attention import LatentAttention
 from .linear import ColumnParallelLinear, Embedding
 from .lora import LoRALayer, LoRATarget
+from .mamba import Mamba
 from .mamba2 import Mamba2Mixer
 from .mlp import MLP, GatedMLP, MLPLayer, ScaledGatedMLP
 from .moe import LatentProjections, MixtureOfExperts

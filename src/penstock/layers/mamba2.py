@@ -112,7 +112,7 @@ class Mamba2Mixer:
 
         def gated(out: Tensor | None = None) -> Tensor:
             if self._norm is None:
-                return self._ops.multiply_silu(values, gate, out)
+                return self._ops.multiply(values, gate, "silu", out)
             return self._ops.gated_rms_norm(values, gate, self._norm, self._eps, self._gate_first, out)
 
         mixed = gated() if self._gathers_values else self._gathered(gated, x.shape[0])

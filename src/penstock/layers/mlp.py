@@ -137,6 +137,6 @@ class ScaledGatedMLP:
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
         gate, up = self._ops.scale(self._gate(x, lora_slots), self._gate_scale), self._up(x, lora_slots)
         activations = self._group.all_gather(
-            lambda out: self._ops.multiply_silu(up, gate, out), x.shape[0], self._shard, self._dtype
+            lambda out: self._ops.multiply(up, gate, "silu", out), x.shape[0], self._shard, self._dtype
         )
         return self._ops.scale(self._down(activations, lora_slots), self._output_scale)

@@ -10,16 +10,25 @@ from torch import Tensor
 
 from penstock.checkpoint.decoder_options import QKNormOptions
 from penstock.checkpoint.model_config import ModelConfig
-from penstock.checkpoint.state_config import GatedDeltaNetConfig, Mamba2Config
+from penstock.checkpoint.state_config import (
+    GatedConvolutionConfig,
+    GatedDeltaNetConfig,
+    GatedLinearUnitConfig,
+    Mamba2Config,
+    MambaConfig,
+)
 from penstock.layers import (
     MLP,
     Attention,
     AttentionLayer,
     BuildContext,
+    GatedConvolution,
     GatedDeltaNet,
+    GatedLinearUnit,
     GatedMLP,
     LatentAttention,
     LayerNorm,
+    Mamba,
     Mamba2Mixer,
     MLPLayer,
     Norm,
@@ -95,6 +104,12 @@ def make_state(context: BuildContext, config: ModelConfig, layer: int, name: str
             return GatedDeltaNet(context, f"{name}.{state.module}", config.hidden_size, state, config.rms_norm_eps)
         case Mamba2Config() as state:
             return Mamba2Mixer(context, f"{name}.{state.module}", config.hidden_size, state, config.rms_norm_eps)
+        case GatedConvolutionConfig() as state:
+            return GatedConvolution(context, f"{name}.{state.module}", config.hidden_size, state)
+        case MambaConfig() as state:
+            return Mamba(context, f"{name}.{state.module}", config.hidden_size, state)
+        case GatedLinearUnitConfig() as state:
+            return GatedLinearUnit(context, f"{name}.{state.module}", config.hidden_size, state)
         case None:
             raise AssertionError("the model has no layers with state")
 
@@ -265,14 +280,18 @@ class DecoderLayer:
 
     def _mix(self, x: Tensor, cache: Any, batch: Batch, export: LayerExport | None) -> Tensor:
         """Apply attention, the part with recurrent state, or the sum of both."""
-        mixed = None if self.state is None else self.state(x, batch, self._last)
+        last = self._last and not (self.attention and self.state)  # neither may select rows before the other has run
+        mixed = None if self.state is None else self.state(x, batch, last)
         if self.attention is None:
             assert mixed is not None
             return mixed
         input_scale, output_scale = self._attention_scales
-        attended = self.attention(self._scaled(x, input_scale), cache, batch, self._last, export)
+        attended = self.attention(self._scaled(x, input_scale), cache, batch, last, export)
         attended = self._scaled(attended, output_scale)
-        return attended if mixed is None else self._ops.add_residual(attended, self._ops.clone(mixed))
+        if mixed is None:
+            return attended
+        both = self._ops.add_residual(attended, self._ops.clone(mixed))
+        return self._ops.index_select(both, batch.logits_indices) if self._last else both
 
     def _add(self, x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """Add ``x`` to the residual stream. Returns the input of the next module, and the residual stream."""

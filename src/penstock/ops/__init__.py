@@ -29,6 +29,7 @@ from .batch import (
 )
 from .lora import LoRAWeights
 from .quantized_weight import QuantizedWeight
+from .scans import ScanWeights
 from .states import DeltaSizes, StateSpaceSizes
 
 logger = logging.getLogger(__name__)
@@ -170,6 +171,7 @@ class Ops(Protocol):
         silu: bool,
         cache: Mapping[str, Tensor],
         batch: Batch,
+        out: Tensor | None = None,
     ) -> Tensor: ...
     def gated_delta_rule(
         self,
@@ -203,7 +205,29 @@ class Ops(Protocol):
         batch: Batch,
         out: Tensor | None = None,
     ) -> Tensor: ...
-    def multiply_silu(self, x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def multiply(self, x: Tensor, gate: Tensor, function: str = "", out: Tensor | None = None) -> Tensor: ...
+    def selective_scan(
+        self,
+        x: Tensor,
+        steps: Tensor,
+        b: Tensor,
+        c: Tensor,
+        gate: Tensor,
+        weights: ScanWeights,
+        cache: Mapping[str, Tensor],
+        batch: Batch,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+    def gated_linear_unit(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        rates: Tensor,
+        bias: Tensor,
+        cache: Mapping[str, Tensor],
+        batch: Batch,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
     def capture(self, forward: ForwardFn, options: CaptureOptions) -> ForwardFn: ...
     def is_capturing(self) -> bool: ...
 

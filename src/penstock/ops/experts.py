@@ -28,7 +28,7 @@ def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
     ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
     weights = scores.gather(-1, ids)
     if routing.renormalize:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=routing.min_sum)
+        weights = weights / (weights.sum(-1, keepdim=True).clamp(min=routing.min_sum) + routing.added_sum)
     return ids, weights * routing.scale
 
 

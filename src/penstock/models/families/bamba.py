@@ -15,9 +15,7 @@ ROTATED = 0.5
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     attention = raw.get("attn_layer_indices") or ()
-    options = options_of(
-        raw, layer_norms=LayerNorms(before_mlp="pre_ff_layernorm"), partial_rotary_factor=ROTATED
-    )
+    options = options_of(raw, layer_norms=LayerNorms(before_mlp="pre_ff_layernorm"), partial_rotary_factor=ROTATED)
     config = dense_config(raw, options=options)
     kinds = tuple("attention" if layer in attention else "state" for layer in range(config.num_layers))
     state = read_mamba2(raw, int(raw["mamba_expand"] * config.hidden_size))

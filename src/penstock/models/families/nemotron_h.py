@@ -1,5 +1,5 @@
-"""Nemotron-H and Nemotron 3 (NVIDIA, 2025): each layer is either a Mamba 2 layer, attention without rotary embedding, an
-MLP, or a mixture of experts without gates, which may have a smaller hidden size than the model."""
+"""Nemotron-H and Nemotron 3 (NVIDIA, 2025): each layer is either a Mamba 2 layer, attention without rotary embedding,
+an MLP, or a mixture of experts without gates, which may have a smaller hidden size than the model."""
 
 from dataclasses import replace
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import NormOptions
 from penstock.checkpoint.experts_config import dense_layers_by_step, read_experts
-from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
 from penstock.checkpoint.state_config import GatedDeltaNetConfig
 
@@ -37,9 +37,9 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     return replace(config, experts=experts, layer_kinds=kinds, state=delta_net_config(raw))
 
 
-def layer_types(raw: ConfigJson, num_layers: int) -> tuple[LayerKind, ...]:
+def layer_types(raw: ConfigJson, num_layers: int) -> tuple[str, ...]:
     """``ModelConfig.layer_kinds`` from ``layer_types``, or ``full_attention_interval``."""
-    kinds: dict[str, LayerKind] = {"linear_attention": "state", "full_attention": "attention"}
+    kinds = {"linear_attention": "state", "full_attention": "attention"}
     if types := raw.get("layer_types"):
         return tuple(kinds[each] for each in types)
     interval = int(raw.get("full_attention_interval") or 4)
@@ -61,7 +61,7 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     """Parts of ``in_proj_qkvz``, ``in_proj_ba`` and ``q_proj``, which are interleaved by head."""
     parent, _, last = name.rpartition(".")
     net = config.state
-    assert net
+    assert isinstance(net, GatedDeltaNetConfig)
     groups = net.value_heads // net.key_heads
     values = groups * net.value_dim
     if last in ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z"):
@@ -77,7 +77,7 @@ def find_convolution(config: ModelConfig, name: str) -> Stored:
     name = find_mtp(config, name)
     parent, _, last = name.rpartition(".")
     net = config.state
-    assert net
+    assert isinstance(net, GatedDeltaNetConfig)
     if last in ("conv1d_q", "conv1d_k", "conv1d_v"):
         keys = net.key_heads * net.key_dim
         sizes = [keys, keys, net.value_heads * net.value_dim]

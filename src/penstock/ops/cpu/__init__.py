@@ -47,8 +47,9 @@ from .matrix import (
     quantize,
     supports,
 )
+from .scans import gated_linear_unit, multiply, selective_scan
 from .sketch import argmax
-from .state_space import multiply_silu, state_space
+from .state_space import state_space
 from .states import gated_delta_rule, gated_rms_norm, multiply_gate, short_convolution
 
 native.set_up()

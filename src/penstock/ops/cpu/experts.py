@@ -60,6 +60,7 @@ def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
         routing.top_groups,
         routing.scale,
         routing.min_sum,
+        routing.added_sum,
         routing.scores == "sigmoid",
         routing.group_score == "two best",
         routing.renormalize,

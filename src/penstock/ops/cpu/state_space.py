@@ -11,9 +11,7 @@ from ..batch import Batch
 from ..states import StateSpaceSizes
 from .dtypes import DTYPE_CODES
 from .graph import empty
-from .states import _keep as keep_inputs
-from .states import _rows as batch_rows
-from .states import _sequences as num_sequences
+from .states import keep_inputs, num_sequences, state_rows
 
 
 def state_space(
@@ -31,7 +29,7 @@ def state_space(
     values, keys = sizes.heads * sizes.head_dim, sizes.groups * sizes.state_size
     out = empty((xbc.shape[0], values), xbc.dtype) if out is None else out
     assert xbc.stride(1) == steps.stride(1) == out.stride(1) == 1
-    rows = batch_rows(batch)
+    rows = state_rows(batch)
     _kernels.linear_attention(
         rows,
         xbc.data_ptr(),
@@ -67,14 +65,4 @@ def state_space(
     )
     keep_inputs(rows, xbc, cache["xbc"], batch)
     keep_inputs(rows, steps, cache["steps"], batch)
-    return out
-
-
-def multiply_silu(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
-    """See ``reference.multiply_silu``."""
-    out = empty(x.shape, x.dtype) if out is None else out
-    assert x.stride(1) == gate.stride(1) == out.stride(1) == 1
-    strides = x.stride(0), gate.stride(0), out.stride(0)
-    pointers = x.data_ptr(), gate.data_ptr(), out.data_ptr()
-    _kernels.multiply_silu(*pointers, x.shape[0], x.shape[1], *strides, DTYPE_CODES[x.dtype])
     return out

@@ -15,10 +15,12 @@ from ..reference import (
     count_experts,
     empty,
     gated_delta_rule,
+    gated_linear_unit,
     gated_rms_norm,
+    multiply,
     multiply_gate,
-    multiply_silu,
     place_experts,
+    selective_scan,
     short_convolution,
     state_space,
 )

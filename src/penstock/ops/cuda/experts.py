@@ -68,6 +68,7 @@ def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
         experts,
         routing.scale,
         routing.min_sum,
+        routing.added_sum,
         TOP_K=routing.top_k,
         GROUPS=routing.groups,
         TOP_GROUPS=routing.top_groups,

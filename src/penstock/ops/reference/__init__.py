@@ -41,7 +41,8 @@ from .matrix import (
     packed_tensors,
     supports,
 )
-from .state_space import multiply_silu, state_space
+from .scans import gated_linear_unit, multiply, selective_scan
+from .state_space import state_space
 from .states import gated_delta_rule, gated_rms_norm, multiply_gate, short_convolution
 
 NAME = "reference"

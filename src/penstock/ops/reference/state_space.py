@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..batch import Batch
@@ -57,20 +57,9 @@ def state_space(
             matrix *= decay_t[:, None, None]
             matrix += b_t[:, :, None] * change[:, None, :]
             outputs.append((matrix * c_t[:, :, None]).sum(1))
-        return (torch.stack(outputs) + skip[:, None] * x).flatten(1).to(xbc.dtype)
+        result: Tensor = torch.stack(outputs) + skip[:, None] * x
+        return result.flatten(1).to(xbc.dtype)
 
     names = ("state", "xbc", "steps")
     result = scan_sequences(scan, {name: cache[name] for name in names}, {"xbc": xbc, "steps": steps}, batch)
-    return result if out is None else out.copy_(result)
-
-
-def multiply_silu(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
-    """``x * silu(gate)``.
-
-    Args:
-        x: ``[tokens, size]``.
-        gate: same shape as ``x``.
-        out: destination of the result.
-    """
-    result = (x.float() * F.silu(gate.float())).to(x.dtype)
     return result if out is None else out.copy_(result)

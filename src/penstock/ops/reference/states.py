@@ -56,7 +56,13 @@ def scan_sequences(scan: Scan, states: Mapping[str, Tensor], inputs: Parts, batc
 
 
 def short_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, cache: Mapping[str, Tensor], batch: Batch
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    cache: Mapping[str, Tensor],
+    batch: Batch,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Causal convolution of each channel over the last ``kernel`` tokens.
 
@@ -66,6 +72,7 @@ def short_convolution(
         bias: ``[channels]`` float32.
         silu: apply SiLU to the result.
         cache: ``conv``: ``[slots, kernel - 1, channels]``, the inputs before the next token; ``conv_in``.
+        out: destination of the result.
 
     Returns ``[tokens, channels]``.
     """
@@ -74,13 +81,14 @@ def short_convolution(
     def scan(state: Parts, inputs: Parts) -> Tensor:
         whole = torch.cat((state["conv"], inputs["conv_in"]))
         windows = whole.unfold(0, kernel, 1).float()
-        out = (windows * weight.T).sum(-1)
+        sums = (windows * weight.T).sum(-1)
         state["conv"].copy_(whole[whole.shape[0] - (kernel - 1) :].clone())
-        out = out if bias is None else out + bias
-        return (F.silu(out) if silu else out).to(x.dtype)
+        sums = sums if bias is None else sums + bias
+        return (F.silu(sums) if silu else sums).to(x.dtype)
 
     names = ("conv", "conv_in")
-    return scan_sequences(scan, {name: cache[name] for name in names}, {"conv_in": x}, batch)
+    result = scan_sequences(scan, {name: cache[name] for name in names}, {"conv_in": x}, batch)
+    return result if out is None else out.copy_(result)
 
 
 def gated_delta_rule(

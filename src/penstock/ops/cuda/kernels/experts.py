@@ -20,6 +20,7 @@ def route(
     experts,
     scale,
     min_sum,
+    added_sum,
     TOP_K: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -77,7 +78,7 @@ def route(
         values = tl.where(slot == j, value, values)
         total += value
     if RENORMALIZE:
-        values = values / tl.maximum(total, min_sum)
+        values = values / (tl.maximum(total, min_sum) + added_sum)
     at = token * TOP_K + slot
     tl.store(ids + at, expert_ids.to(tl.int64), mask=slot < TOP_K)
     tl.store(weights + at, values * scale, mask=slot < TOP_K)
