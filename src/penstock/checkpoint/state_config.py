@@ -41,6 +41,12 @@ class GatedDeltaNetConfig:
             },
         )
 
+    def weights(self, hidden_size: int) -> int:
+        """Parameters of the matrices and convolutions of a layer."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        outputs = 2 * keys + 2 * values + 2 * self.value_heads
+        return hidden_size * (outputs + values) + (2 * keys + values) * self.kernel
+
 
 @dataclass(frozen=True)
 class Mamba2Config:
@@ -87,6 +93,12 @@ class Mamba2Config:
                 "steps": StateTensor((heads,), dtype),
             },
         )
+
+    def weights(self, hidden_size: int) -> int:
+        """Parameters of the matrices and convolutions of a layer."""
+        keys, values = self.groups * self.state_size, self.heads * self.head_dim
+        outputs = 2 * keys + 2 * values + self.heads
+        return hidden_size * (outputs + values) + (2 * keys + values) * self.kernel
 
 
 StateConfig = GatedDeltaNetConfig | Mamba2Config

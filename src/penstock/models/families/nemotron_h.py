@@ -26,10 +26,10 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         activation="mamba_hidden_act",
         heads=heads,
         head_dim=head_dim,
-        groups=int(raw["n_groups"]),
+        groups=int(raw.get("mamba_n_groups") or raw["n_groups"]),
         state_size=int(raw["ssm_state_size"]),
-        kernel=int(raw["conv_kernel"]),
-        convolution_bias=bool(raw["use_conv_bias"]),
+        kernel=int(raw.get("mamba_d_conv") or raw["conv_kernel"]),
+        convolution_bias=bool(raw.get("mamba_conv_bias", raw["use_conv_bias"])),
         input_bias=bias,
         output_bias=bias,
         min_step=float(raw["time_step_min"]),  # transformers ignores time_step_limit
