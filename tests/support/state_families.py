@@ -7,7 +7,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
 from checkpoints import save
 from families import SCALINGS, VOCABULARY, experts, flag, rope, sizes
 from transformers import (

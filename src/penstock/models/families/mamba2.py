@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import LayerNorms
-from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, dense_config, options_of
 
 from ..mamba import find_mamba2, read_mamba2
 from ..registry import Family
@@ -34,7 +34,8 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     unused = {"num_attention_heads": heads, "num_key_value_heads": state.groups, "intermediate_size": hidden}
     length = {"max_position_embeddings": raw.get("max_position_embeddings") or DEFAULT_MAX_LEN}
     config = dense_config({**raw, **unused, **length}, rms_norm_eps=float(raw["layer_norm_epsilon"]), options=options)
-    return replace(config, raw=raw, layer_kinds=("state",) * config.num_layers, state=state)
+    kind: LayerKind = "state"
+    return replace(config, raw=raw, layer_kinds=(kind,) * config.num_layers, state=state)
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:

@@ -1,11 +1,11 @@
-"""Nemotron-H and Nemotron 3 (NVIDIA, 2025): each layer is either a Mamba 2 layer, attention without rotary embedding, an
-MLP, or a mixture of experts without gates, which may have a smaller hidden size than the model."""
+"""Nemotron-H and Nemotron 3 (NVIDIA, 2025): each layer is either a Mamba 2 layer, attention without rotary embedding,
+an MLP, or a mixture of experts without gates, which may have a smaller hidden size than the model."""
 
 from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import LayerNorms, NormOptions
 from penstock.checkpoint.experts_config import ExpertsConfig, read_routing
-from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, dense_config, options_of
 
 from ..mamba import find_mamba2, layer_kinds, read_mamba2
 from ..registry import Family
@@ -53,7 +53,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         output_bias=False,
         options=options,
     )
-    kinds = tuple("mlp" if each in ("mlp", "moe") else layer_kinds([each])[0] for each in types)
+    kinds: tuple[LayerKind, ...] = tuple("mlp" if each in ("mlp", "moe") else layer_kinds([each])[0] for each in types)
     experts = read_experts(raw, types) if "moe" in types else None
     return replace(config, raw=raw, layer_kinds=kinds, state=state if "state" in kinds else None, experts=experts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..batch import Batch
@@ -57,7 +57,8 @@ def state_space(
             matrix *= decay_t[:, None, None]
             matrix += b_t[:, :, None] * change[:, None, :]
             outputs.append((matrix * c_t[:, :, None]).sum(1))
-        return (torch.stack(outputs) + skip[:, None] * x).flatten(1).to(xbc.dtype)
+        summed: Tensor = torch.stack(outputs) + skip[:, None] * x
+        return summed.flatten(1).to(xbc.dtype)
 
     names = ("state", "xbc", "steps")
     result = scan_sequences(scan, {name: cache[name] for name in names}, {"xbc": xbc, "steps": steps}, batch)
