@@ -46,6 +46,9 @@ def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -
         )
         raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
     _check_vision(options, config, speculative)
+    if config.state and options.role != "mixed":
+        message = f"role: {options.role} is not supported for models with recurrent state, which is not transferred"
+        raise PenstockError(Code.UNSUPPORTED, f"{message}; remove this option", "role")
     _check_ranks(options, config)
     return options
 
