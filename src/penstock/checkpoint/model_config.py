@@ -35,6 +35,8 @@ ACTIVATIONS = {
 DTYPES = {name: name for name in ("float32", "bfloat16", "float16", "float64")}
 DTYPES |= {"float": "float32", "half": "float16", "double": "float64"}
 """``dtype`` → name of the dtype in torch."""
+LayerKind = Literal["attention", "state", "both", "mlp"]
+"""Parts of a layer before its MLP: attention, a part with recurrent state, both in parallel, or neither."""
 ConfigJson = Mapping[str, Any]
 """``config.json`` as completed by ``read_config_json``."""
 MAX_COUNT = 2**24
@@ -84,9 +86,8 @@ class ModelConfig:
     """Mixture of experts; None for dense models."""
     latent: LatentConfig | None = None
     """Multi-head latent attention; None: grouped-query attention."""
-    layer_kinds: tuple[str, ...] = ()
-    """Parts of each layer before its MLP: ``attention``, ``state`` (a part with recurrent state), ``both`` in parallel,
-    or ``mlp`` (neither). Empty: attention in all layers."""
+    layer_kinds: tuple[LayerKind, ...] = ()
+    """Kind of each layer; empty: attention in all layers."""
     state: StateConfig | None = None
     """Layers with recurrent state; None: no such layers."""
     options: DecoderOptions = field(default_factory=DecoderOptions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.checkpoint.model_config import ModelConfig, activation_of
+from penstock.checkpoint.model_config import LayerKind, ModelConfig, activation_of
 from penstock.checkpoint.state_config import Mamba2Config
 from penstock.core import Code, PenstockError
 
@@ -14,7 +14,12 @@ from .stored import Stored, part_of
 KERNELS = range(2, 9)
 """Supported lengths of the short convolution."""
 MAX_STATE_SIZE = 256
-LAYER_KINDS = {"linear_attention": "state", "mamba": "state", "full_attention": "attention", "attention": "attention"}
+LAYER_KINDS: dict[str, LayerKind] = {
+    "linear_attention": "state",
+    "mamba": "state",
+    "full_attention": "attention",
+    "attention": "attention",
+}
 """Entry of ``layer_types``, in files of transformers 5 and 4 → kind of the layer."""
 
 
@@ -67,7 +72,7 @@ def step_limits(raw: Mapping[str, Any]) -> tuple[float, float]:
     return float(low), float(high["__float__"] if isinstance(high, Mapping) else high)
 
 
-def layer_kinds(types: list[str]) -> tuple[str, ...]:
+def layer_kinds(types: list[str]) -> tuple[LayerKind, ...]:
     """``ModelConfig.layer_kinds`` from ``layer_types``.
 
     Raises ``ValueError`` for an unknown type.

@@ -11,6 +11,7 @@ MAX_LATENT_KEY: int
 MAX_BLOCK: int
 MAX_KERNEL: int
 """Largest number of tokens of a KV block."""
+"""Largest number of tokens that a short convolution sees."""
 BUILT: list[str]
 """Instruction sets of this build, from the slowest to the fastest."""
 MACHINE: list[str]
@@ -463,6 +464,18 @@ def gated_norm(
     /,
 ) -> None: ...
 def multiply_gate(
+    x: int,
+    gate: int,
+    out: int,
+    rows: int,
+    width: int,
+    stride: int,
+    gate_stride: int,
+    out_stride: int,
+    type: int,
+    /,
+) -> None: ...
+def multiply_silu(
     x: int,
     gate: int,
     out: int,

@@ -89,9 +89,6 @@ def size_of(config: ModelConfig) -> ModelSize:
     """Size of a model, from its parsed configuration."""
     hidden, layers, latent, raw = config.hidden_size, config.num_layers, config.latent, config.raw
     attention, absorbed = _attention(config)
-    num_kv_layers = sum(map(config.has_attention, range(layers)))
-    state = config.state.num_weights(hidden) if config.state else 0
-    mixers = num_kv_layers * attention + sum(map(config.has_state, range(layers))) * state
     kv_heads, kv_dim = config.num_kv_heads, config.head_dim
     if latent:
         kv_heads, kv_dim = 1, latent.kv_lora_rank + latent.qk_rope_head_dim
@@ -101,16 +98,21 @@ def size_of(config: ModelConfig) -> ModelSize:
     dense_layers: Collection[int] = range(layers + config.num_mtp_layers)
     if experts := config.experts:
         dense_layers, kinds = experts.dense_layers, 2 if experts.vision_intermediate_size else 1
-        expert = 3 * hidden * (experts.intermediate_size + experts.vision_intermediate_size)
+        matrices = 3 if experts.projections[0] else 2
+        inputs = experts.latent_size or hidden
+        expert = matrices * inputs * (experts.intermediate_size + experts.vision_intermediate_size)
         routers = (kinds * experts.num_experts + bool(experts.shared_gate)) * hidden
-        sparse = routers + experts.num_experts * expert + 3 * hidden * experts.shared_size
-    with_mlp = [layer for layer in range(layers) if config.has_mlp(layer)]
+        sparse = routers + experts.num_experts * expert + matrices * hidden * experts.shared_size
+        sparse += 2 * hidden * experts.latent_size
+    with_mlp = list(filter(config.has_mlp, range(layers)))
     plain = sum(layer in dense_layers for layer in with_mlp)
-    with_experts = len(with_mlp) - plain
-    layer_weights = mixers + plain * dense + with_experts * sparse
+    num_sparse, num_kv = len(with_mlp) - plain, sum(map(config.has_attention, range(layers)))
+    states = state_specs_of(config)
+    state_weights = len(states) * config.state.num_weights(hidden) if config.state else 0
+    layer_weights = num_kv * attention + state_weights + plain * dense + num_sparse * sparse
     stored, shares = stored_format(quantization_config_of(raw)), _gguf_shares(raw, "layers")
     if stored.is_mxfp4:
-        share = with_experts * (sparse - routers) / layer_weights
+        share = num_sparse * (sparse - routers) / layer_weights
         shares = {stored: share, UNQUANTIZED: 1 - share}
     mtp = dense if layers in dense_layers else sparse
     head = config.vocab_size * hidden
@@ -132,13 +134,13 @@ def size_of(config: ModelConfig) -> ModelSize:
         stored=stored,
         gguf_layers=shares,
         gguf_head=_gguf_shares(raw, "head"),
-        unquantized_weights=num_kv_layers * absorbed,
-        value_weights=num_kv_layers * hidden * kv_dim * kv_heads,
-        down_weights=plain * dense // matrices + with_experts * sparse // 3,
-        expert_weights=with_experts * expert,
+        unquantized_weights=num_kv * absorbed,
+        value_weights=num_kv * hidden * kv_dim * kv_heads,
+        down_weights=plain * dense // matrices + num_sparse * sparse // matrices,
+        expert_weights=num_sparse * expert,
         vision_weights=_speech_weights(config) if config.speech else config.vision_weights,
-        num_kv_layers=num_kv_layers,
-        states=state_specs_of(config),
+        num_kv_layers=num_kv,
+        states=states,
         encoder=config.encoder is not None,
     )
     return replace(size, **raw.get(COUNTED_WEIGHTS, {}))
@@ -158,8 +160,8 @@ def _attention(config: ModelConfig) -> tuple[int, int]:
     hidden, heads, latent = config.hidden_size, config.num_heads, config.latent
     if latent is None:
         cross = 4 * hidden**2 if config.speech else 0
-        gate = hidden * config.head_dim * heads if config.options.attention_gate else 0
-        return 2 * hidden * config.head_dim * (heads + config.num_kv_heads) + cross + gate, 0
+        gates = heads if config.options.attention_gate else 0
+        return hidden * config.head_dim * (2 * (heads + config.num_kv_heads) + gates) + cross, 0
     queries, rank = heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim), latent.kv_lora_rank
     q = latent.q_lora_rank * (hidden + queries) if latent.q_lora_rank else hidden * queries
     absorbed = rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)

@@ -316,10 +316,14 @@ def _smallest(profiles: list[MemoryProfile]) -> MemoryProfile:
     """Profile of all ranks together: room for as many blocks as the rank with the fewest, each as large as the largest
     block of a pipeline stage."""
     block_bytes = max(profile.block_bytes for profile in profiles)
-    shares = [profile.free / (profile.block_bytes or profile.state_bytes) for profile in profiles]
     state_bytes = max(profile.state_bytes for profile in profiles)
+
+    def share(profile: MemoryProfile) -> float:
+        """Largest share of a block's or snapshot's bytes that this rank has."""
+        return max(profile.block_bytes / (block_bytes or 1), profile.state_bytes / (state_bytes or 1))
+
     return MemoryProfile(
-        free=int(min(shares) * (block_bytes or state_bytes)),
+        free=int(min(profile.free / share(profile) for profile in profiles if share(profile))),
         total=min(profile.total for profile in profiles),
         block_bytes=block_bytes,
         host_block_bytes=max(profile.host_block_bytes for profile in profiles),

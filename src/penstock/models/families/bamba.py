@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import LayerNorms
-from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, dense_config, options_of
 
 from ..mamba import find_mamba2, read_mamba2
 from ..registry import Family
@@ -17,7 +17,9 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     attention = raw.get("attn_layer_indices") or ()
     options = options_of(raw, layer_norms=LayerNorms(before_mlp="pre_ff_layernorm"), partial_rotary_factor=ROTATED)
     config = dense_config(raw, options=options)
-    kinds = tuple("attention" if layer in attention else "state" for layer in range(config.num_layers))
+    kinds: tuple[LayerKind, ...] = tuple(
+        "attention" if layer in attention else "state" for layer in range(config.num_layers)
+    )
     state = read_mamba2(raw, int(raw["mamba_expand"] * config.hidden_size))
     return replace(config, layer_kinds=kinds, state=state)
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import LayerNorms
-from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, dense_config, options_of
 from penstock.core import Code, PenstockError
 
 from ..mamba import find_mamba2, read_mamba2
@@ -42,7 +42,8 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         output_scale=scale("ssm_out_multiplier"),
         scales=(z, x, b, c, step),
     )
-    return replace(config, options=options, layer_kinds=("both",) * config.num_layers, state=state)
+    kind: LayerKind = "both"
+    return replace(config, options=options, layer_kinds=(kind,) * config.num_layers, state=state)
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:

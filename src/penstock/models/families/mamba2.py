@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import LayerNorms
-from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import PADDED_TO, ConfigJson, LayerKind, ModelConfig, dense_config, options_of
 
 from ..mamba import find_mamba2, read_mamba2
 from ..registry import Family
@@ -12,7 +12,6 @@ from ..stored import Stored
 DEFAULT_MAX_LEN = 2**18
 """Maximum sequence length in tokens for a ``config.json`` without ``max_position_embeddings``: the architecture has no
 limit."""
-NAMES = {"model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f"}
 
 
 def read_config(raw: ConfigJson) -> ModelConfig:
@@ -32,17 +31,19 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     )
     options = options_of(raw, separate_mlps=True, layer_norms=LayerNorms("norm", before_mlp="norm"))
     unused = {"num_attention_heads": heads, "num_key_value_heads": state.groups, "intermediate_size": hidden}
+    unused |= {"head_dim": PADDED_TO}
     length = {"max_position_embeddings": raw.get("max_position_embeddings") or DEFAULT_MAX_LEN}
     config = dense_config({**raw, **unused, **length}, rms_norm_eps=float(raw["layer_norm_epsilon"]), options=options)
-    return replace(config, raw=raw, layer_kinds=("state",) * config.num_layers, state=state)
+    kind: LayerKind = "state"
+    return replace(config, raw=raw, layer_kinds=(kind,) * config.num_layers, state=state)
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
-    stored = find_mamba2(config, NAMES.get(name, name))
-    module = stored.name
-    if module.startswith("model."):
-        module = f"backbone.{module.removeprefix('model.')}"
-    return replace(stored, name=module)
+    if name == "model.embed_tokens":
+        return Stored("backbone.embeddings", other="backbone.embedding")
+    stored = find_mamba2(config, "model.norm_f" if name == "model.norm" else name)
+    prefix, _, rest = stored.name.partition(".")
+    return replace(stored, name=f"backbone.{rest}") if prefix == "model" else stored
 
 
 FAMILY = Family(("Mamba2ForCausalLM",), read_config, find_stored=find_stored)

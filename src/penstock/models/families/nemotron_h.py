@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import LayerNorms, NormOptions
 from penstock.checkpoint.experts_config import ExpertsConfig, read_routing
-from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, dense_config, options_of
 
 from ..mamba import find_mamba2, layer_kinds, read_mamba2
 from ..registry import Family
@@ -26,10 +26,10 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         activation="mamba_hidden_act",
         heads=heads,
         head_dim=head_dim,
-        groups=int(raw["n_groups"]),
+        groups=int(raw.get("mamba_n_groups") or raw["n_groups"]),
         state_size=int(raw["ssm_state_size"]),
-        kernel=int(raw["conv_kernel"]),
-        convolution_bias=bool(raw["use_conv_bias"]),
+        kernel=int(raw.get("mamba_d_conv") or raw["conv_kernel"]),
+        convolution_bias=bool(raw.get("mamba_conv_bias", raw["use_conv_bias"])),
         input_bias=bias,
         output_bias=bias,
         min_step=float(raw["time_step_min"]),  # transformers ignores time_step_limit
@@ -53,7 +53,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         output_bias=False,
         options=options,
     )
-    kinds = tuple("mlp" if each in ("mlp", "moe") else layer_kinds([each])[0] for each in types)
+    kinds: tuple[LayerKind, ...] = tuple("mlp" if each in ("mlp", "moe") else layer_kinds([each])[0] for each in types)
     experts = read_experts(raw, types) if "moe" in types else None
     return replace(config, raw=raw, layer_kinds=kinds, state=state if "state" in kinds else None, experts=experts)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import NormOptions
 from penstock.checkpoint.experts_config import dense_layers_by_step, read_experts
-from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
 from penstock.checkpoint.state_config import GatedDeltaNetConfig
 
@@ -37,9 +37,9 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     return replace(config, experts=experts, layer_kinds=kinds, state=delta_net_config(raw))
 
 
-def layer_types(raw: ConfigJson, num_layers: int) -> tuple[str, ...]:
+def layer_types(raw: ConfigJson, num_layers: int) -> tuple[LayerKind, ...]:
     """``ModelConfig.layer_kinds`` from ``layer_types``, or ``full_attention_interval``."""
-    kinds = {"linear_attention": "state", "full_attention": "attention"}
+    kinds: dict[str, LayerKind] = {"linear_attention": "state", "full_attention": "attention"}
     if types := raw.get("layer_types"):
         return tuple(kinds[each] for each in types)
     interval = int(raw.get("full_attention_interval") or 4)

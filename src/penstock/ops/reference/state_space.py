@@ -57,8 +57,8 @@ def state_space(
             matrix *= decay_t[:, None, None]
             matrix += b_t[:, :, None] * change[:, None, :]
             outputs.append((matrix * c_t[:, :, None]).sum(1))
-        result: Tensor = torch.stack(outputs) + skip[:, None] * x
-        return result.flatten(1).to(xbc.dtype)
+        summed: Tensor = torch.stack(outputs) + skip[:, None] * x
+        return summed.flatten(1).to(xbc.dtype)
 
     names = ("state", "xbc", "steps")
     result = scan_sequences(scan, {name: cache[name] for name in names}, {"xbc": xbc, "steps": steps}, batch)
