@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
-import torch
 from checkpoints import save
 from families import VOCABULARY, experts, flag, sizes
-from transformers import PreTrainedConfig, PreTrainedModel, Qwen3NextConfig
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
 
 
 def layer_types(rng: Random, count: int, *kinds: str) -> list[str]:
@@ -19,27 +25,50 @@ def layer_types(rng: Random, count: int, *kinds: str) -> list[str]:
     return drawn
 
 
+def delta_net(rng: Random, num_layers: int) -> dict[str, Any]:
+    """Kinds of layers, and sizes of gated delta nets."""
+    key_heads = rng.choice((1, 2, 4))
+    return {
+        "layer_types": layer_types(rng, num_layers, "linear_attention", "full_attention"),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * rng.choice((1, 2, 3)),
+        "linear_key_head_dim": rng.choice((8, 16, 32)),
+        "linear_value_head_dim": rng.choice((8, 16, 24)),
+        "linear_conv_kernel_dim": rng.choice((2, 4)),
+    }
+
+
+def shared_experts(rng: Random) -> dict[str, Any]:
+    return {
+        **experts(rng),
+        "moe_intermediate_size": rng.choice((24, 32, 64)),
+        "shared_expert_intermediate_size": rng.choice((40, 64)),
+    }
+
+
 def qwen3_next(rng: Random) -> PreTrainedConfig:
     given = sizes(rng)
-    key_heads = rng.choice((1, 2, 4))
-    return Qwen3NextConfig(
-        **given,
-        **experts(rng),
-        layer_types=layer_types(rng, given["num_hidden_layers"], "linear_attention", "full_attention"),
-        moe_intermediate_size=rng.choice((24, 32, 64)),
-        shared_expert_intermediate_size=rng.choice((40, 64)),
-        mlp_only_layers=rng.choice(([], [1])),
-        attention_bias=flag(rng),
-        linear_num_key_heads=key_heads,
-        linear_num_value_heads=key_heads * rng.choice((1, 2, 3)),
-        linear_key_head_dim=rng.choice((8, 16, 32)),
-        linear_value_head_dim=rng.choice((8, 16, 24)),
-        linear_conv_kernel_dim=rng.choice((2, 4)),
-    )
+    net = delta_net(rng, given["num_hidden_layers"])
+    dense = rng.choice(([], [1]))
+    return Qwen3NextConfig(**given, **shared_experts(rng), **net, mlp_only_layers=dense, attention_bias=flag(rng))
+
+
+def qwen3_5(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng)
+    return Qwen3_5TextConfig(**given, **delta_net(rng, given["num_hidden_layers"]), attention_bias=flag(rng))
+
+
+def qwen3_5_moe(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng)
+    given.pop("intermediate_size")
+    net = delta_net(rng, given["num_hidden_layers"])
+    return Qwen3_5MoeTextConfig(**given, **shared_experts(rng), **net, attention_bias=flag(rng))
 
 
 FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Qwen3Next": qwen3_next,
+    "Qwen3_5": qwen3_5,
+    "Qwen3_5Moe": qwen3_5_moe,
 }
 """Functions that draw a configuration, by the architecture's name without ``ForCausalLM``."""
 

@@ -1,5 +1,5 @@
-"""Qwen3-Next (Qwen Team, 2025): gated delta nets in three of four layers, gated attention in the others, and a mixture of
-experts with a shared expert."""
+"""Qwen3-Next (Qwen Team, 2025): gated delta nets in three of four layers, gated attention in the others, and a mixture
+of experts with a shared expert."""
 
 from dataclasses import replace
 
@@ -39,8 +39,8 @@ def layer_types(raw: ConfigJson, num_layers: int) -> tuple[str, ...]:
 
 
 def delta_net_config(raw: ConfigJson) -> GatedDeltaNetConfig:
-    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    return GatedDeltaNetConfig(*(int(raw[f"linear_{name}"]) for name in sizes))
+    heads, dims = ("linear_num_key_heads", "linear_num_value_heads"), ("linear_key_head_dim", "linear_value_head_dim")
+    return GatedDeltaNetConfig(*(int(raw[name]) for name in (*heads, *dims, "linear_conv_kernel_dim")))
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
