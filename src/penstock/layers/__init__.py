@@ -5,7 +5,9 @@ from .context import BuildContext, BuildOptions, PackedWeights, Weights
 from .encoder import BidirectionalAttention
 from .expert_load import ExpertLoad
 from .gated_delta_net import GatedDeltaNet
+from .kimi_delta import KimiDeltaAttention
 from .latent_attention import LatentAttention
+from .lightning import LightningAttention
 from .linear import ColumnParallelLinear, Embedding
 from .lora import LoRALayer, LoRATarget
 from .mlp import MLP, GatedMLP, MLPLayer

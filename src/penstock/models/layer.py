@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.checkpoint.decoder_options import QKNormOptions
 from penstock.checkpoint.model_config import ModelConfig
-from penstock.checkpoint.state_config import GatedDeltaNetConfig
+from penstock.checkpoint.state_config import GatedDeltaNetConfig, KimiDeltaConfig, LightningConfig
 from penstock.layers import (
     MLP,
     Attention,
@@ -18,8 +18,10 @@ from penstock.layers import (
     BuildContext,
     GatedDeltaNet,
     GatedMLP,
+    KimiDeltaAttention,
     LatentAttention,
     LayerNorm,
+    LightningAttention,
     MLPLayer,
     Norm,
     QKNormLayers,
@@ -91,6 +93,11 @@ def make_state(context: BuildContext, config: ModelConfig, layer: int, name: str
     match config.state:
         case GatedDeltaNetConfig() as state:
             return GatedDeltaNet(context, f"{name}.{state.module}", config.hidden_size, state, config.rms_norm_eps)
+        case KimiDeltaConfig() as state:
+            return KimiDeltaAttention(context, f"{name}.self_attn", config.hidden_size, state, config.rms_norm_eps)
+        case LightningConfig() as state:
+            activation = config.options.activation
+            return LightningAttention(context, f"{name}.self_attn", config.hidden_size, state, layer, activation)
         case None:
             raise AssertionError("the model has no layers with state")
 
@@ -109,7 +116,9 @@ def latent_attention(context: BuildContext, config: ModelConfig, layer: int, nam
         nope_dim=latent.qk_nope_head_dim,
         rope_dim=latent.qk_rope_head_dim,
         value_dim=latent.v_head_dim,
-        rope=context.rope_table(latent.qk_rope_head_dim, config.rope_parameters, config.max_position_embeddings),
+        rope=context.rope_table(latent.qk_rope_head_dim, config.rope_parameters, config.max_position_embeddings)
+        if latent.rope
+        else None,
         interleaved=latent.rope_interleave,
         scale=latent.scale,
         bias=config.output_bias,
@@ -199,9 +208,11 @@ class DecoderLayer:
         mlp: MLPFactory,
         state: StateFactory = make_state,
     ) -> None:
-        name, names, options = f"model.layers.{number}", config.options.layer_norms, config.options
+        name, options = f"model.layers.{number}", config.options
+        has_state = config.has_state(number)
+        names = (options.state_layer_norms if has_state else None) or options.layer_norms
 
-        mixes, has_mlp = config.has_attention(number) or config.has_state(number), config.has_mlp(number)
+        mixes, has_mlp = config.has_attention(number) or has_state, config.has_mlp(number)
 
         def norm(norm_name: str | None, exists: bool) -> Norm | None:
             exists = exists and norm_name is not None
@@ -211,11 +222,14 @@ class DecoderLayer:
         self._last = number == config.num_layers - 1
         self._parallel = options.parallel_residual
         self._residual_scale = options.residual_scale
+        weights = options.normed_residual
+        self._mixer_weights = weights and (weights.state if has_state else weights.attention)
+        self._mlp_weights = weights and weights.mlp
         self._before_attention = norm(names.before_attention, mixes)
         self.attention = (
             attention(context, config, number, f"{name}.self_attn") if config.has_attention(number) else None
         )
-        self.state = state(context, config, number, name) if config.has_state(number) else None
+        self.state = state(context, config, number, name) if has_state else None
         self._after_attention = norm(names.after_attention, mixes)
         self._before_mlp = norm(names.before_mlp, has_mlp)
         self._mlp = mlp(context, config, number, f"{name}.mlp") if has_mlp else None
@@ -237,8 +251,9 @@ class DecoderLayer:
         """
         normed = x
         if self.attention or self.state:
-            normed, residual = self._add(x, residual, self._before_attention)
-            x = self._output(self._mix(normed, cache, batch, export), self._after_attention)
+            normed, residual = self._add(x, residual, self._before_attention, self._mixer_weights)
+            mixed = self._mix(normed, cache, batch, export)
+            x = self._output(mixed, self._after_attention, self._mixer_weights)
         elif self._last:
             x = self._ops.index_select(x, batch.logits_indices)
         if self._last and residual is not None:
@@ -251,9 +266,9 @@ class DecoderLayer:
             residual = self._ops.add_residual(x, residual)
             x = self._ops.index_select(normed, batch.logits_indices) if self._last else normed
         else:
-            x, residual = self._add(x, residual, self._before_mlp)
+            x, residual = self._add(x, residual, self._before_mlp, self._mlp_weights)
         x = self._mlp(x, batch.logits_lora_slots if self._last else batch.lora_slots)
-        return self._output(x, self._after_mlp), residual
+        return self._output(x, self._after_mlp, self._mlp_weights), residual
 
     def _mix(self, x: Tensor, cache: Any, batch: Batch, export: LayerExport | None) -> Tensor:
         """Apply attention, the part with recurrent state, or the sum of both."""
@@ -264,8 +279,17 @@ class DecoderLayer:
         attended = self.attention(x, cache, batch, self._last, export)
         return attended if mixed is None else self._ops.add_residual(attended, mixed)
 
-    def _add(self, x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to the residual stream. Returns the input of the next module, and the residual stream."""
+    def _add(
+        self, x: Tensor, residual: Tensor | None, norm: Norm | None, weights: tuple[float, float] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add ``x`` to the residual stream. Returns the input of the next module, and the residual stream.
+
+        Args:
+            weights: see ``NormedResidual``.
+        """
+        if weights and norm:
+            normed = norm(x) if residual is None else norm.add(x, residual)[0]
+            return normed, self._ops.scale(normed, weights[0])
         if residual is None:
             return (norm(x) if norm else x), x
         if norm:
@@ -273,7 +297,8 @@ class DecoderLayer:
         residual = self._ops.add_residual(x, residual)
         return residual, residual
 
-    def _output(self, x: Tensor, norm: Norm | None) -> Tensor:
+    def _output(self, x: Tensor, norm: Norm | None, weights: tuple[float, float] | None) -> Tensor:
         """Apply post-norm and residual scale to the output of a module."""
         x = norm(x) if norm else x
-        return x if self._residual_scale == 1 else self._ops.scale(x, self._residual_scale)
+        scale = weights[1] if weights else self._residual_scale
+        return x if scale == 1 else self._ops.scale(x, scale)

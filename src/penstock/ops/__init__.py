@@ -189,8 +189,17 @@ class Ops(Protocol):
         eps: float,
         gate_first: bool = False,
         out: Tensor | None = None,
+        sigmoid: bool = False,
     ) -> Tensor: ...
     def multiply_gate(self, x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def lightning_attention(
+        self,
+        qkv: Tensor,
+        decay: Tensor,
+        cache: Mapping[str, Tensor],
+        batch: Batch,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
     def capture(self, forward: ForwardFn, options: CaptureOptions) -> ForwardFn: ...
     def is_capturing(self) -> bool: ...
 

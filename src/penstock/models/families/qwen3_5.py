@@ -21,7 +21,7 @@ def read_config(raw: ConfigJson, **overrides: Any) -> ModelConfig:
     if raw.get("mlp_only_layers"):
         raise PenstockError(Code.UNSUPPORTED, "mlp_only_layers is not supported for Qwen3.5", "model")
     rope = rope_parameters_of(raw)
-    share = float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25)))
+    share = float(rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 0.25)
     options = options_of(raw, norm=NormOptions(unit_offset=True), attention_gate=True, partial_rotary_factor=share)
     text_rope = {name: value for name, value in rope.items() if not name.startswith("mrope")}  # all positions are equal
     config = dense_config(raw, qk_norm=True, options=options, rope_parameters=text_rope, **overrides)

@@ -19,7 +19,7 @@ def short_convolution(
 ) -> Tensor:
     """See ``reference.short_convolution``."""
     kernel, channels = weight.shape
-    rows, state, kept = _rows(batch), cache["conv"], cache["conv_in"]
+    rows, state, kept = state_rows(batch), cache["conv"], cache["conv_in"]
     assert kernel <= _kernels.MAX_KERNEL and x.stride(1) == 1 and weight.is_contiguous()
     out = empty((x.shape[0], channels), x.dtype)
     _kernels.convolution(
@@ -30,7 +30,7 @@ def short_convolution(
         kept.data_ptr(),
         weight.data_ptr(),
         0 if bias is None else bias.data_ptr(),
-        _sequences(batch),
+        num_sequences(batch),
         x.stride(0),
         channels,
         channels,
@@ -39,7 +39,7 @@ def short_convolution(
         silu,
         DTYPE_CODES[x.dtype],
     )
-    _keep(rows, x, kept, batch)
+    keep_inputs(rows, x, kept, batch)
     return out
 
 
@@ -55,7 +55,7 @@ def gated_delta_rule(
     """See ``reference.gated_delta_rule``."""
     keys = sizes.key_heads * sizes.key_dim
     out = empty((qkv.shape[0], sizes.value_heads * sizes.value_dim), qkv.dtype)
-    rows = _rows(batch)
+    rows = state_rows(batch)
     _kernels.linear_attention(
         rows,
         qkv.data_ptr(),
@@ -67,7 +67,7 @@ def gated_delta_rule(
         log_decay.data_ptr(),
         gate_bias.data_ptr(),
         0,
-        _sequences(batch),
+        num_sequences(batch),
         qkv.stride(0),
         gates.stride(0),
         out.shape[1],
@@ -87,15 +87,24 @@ def gated_delta_rule(
         0.0,
         float("inf"),
         True,
+        sizes.beta_scale,
+        sizes.decay_dim,
+        0,
         DTYPE_CODES[qkv.dtype],
     )
-    _keep(rows, qkv, cache["qkv"], batch)
-    _keep(rows, gates, cache["gates"], batch)
+    keep_inputs(rows, qkv, cache["qkv"], batch)
+    keep_inputs(rows, gates, cache["gates"], batch)
     return out
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool = False, out: Tensor | None = None
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    gate_first: bool = False,
+    out: Tensor | None = None,
+    sigmoid: bool = False,
 ) -> Tensor:
     """See ``reference.gated_rms_norm``."""
     size, groups = weight.shape[-1], x.shape[1] // weight.shape[-1]
@@ -115,6 +124,7 @@ def gated_rms_norm(
         out.stride(0),
         eps,
         gate_first,
+        sigmoid,
         DTYPE_CODES[x.dtype],
     )
     return out
@@ -131,7 +141,7 @@ def multiply_gate(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
     return out.view(shape) if out.is_contiguous() else out
 
 
-def _rows(batch: Batch) -> Any:
+def state_rows(batch: Batch) -> Any:
     """Addresses of the batch's metadata."""
     states = batch.states
     assert states
@@ -147,13 +157,13 @@ def _rows(batch: Batch) -> Any:
     return _kernels.StateRows(*(tensor.data_ptr() for tensor in tensors))
 
 
-def _sequences(batch: Batch) -> int:
+def num_sequences(batch: Batch) -> int:
     assert batch.states
     return batch.states.slots.shape[0]
 
 
-def _keep(rows: Any, x: Tensor, kept: Tensor, batch: Batch) -> None:
+def keep_inputs(rows: Any, x: Tensor, kept: Tensor, batch: Batch) -> None:
     """Keep the inputs of drafts, if there are drafts in this engine."""
     if kept.shape[1]:
         row_bytes, stride = (number * x.element_size() for number in (x.shape[1], x.stride(0)))
-        _kernels.keep_inputs(rows, x.data_ptr(), kept.data_ptr(), row_bytes, stride, kept.shape[1], _sequences(batch))
+        _kernels.keep_inputs(rows, x.data_ptr(), kept.data_ptr(), row_bytes, stride, kept.shape[1], num_sequences(batch))

@@ -16,6 +16,7 @@ from ..reference import (
     empty,
     gated_delta_rule,
     gated_rms_norm,
+    lightning_attention,
     multiply_gate,
     place_experts,
     short_convolution,
