@@ -79,7 +79,7 @@ def olmo_hybrid(rng: Random) -> PreTrainedConfig:
 
 def kimi_linear(rng: Random) -> PreTrainedConfig:
     given = sizes(rng, head_dim=False)
-    layers = given["num_hidden_layers"]
+    layers, given["num_key_value_heads"] = given["num_hidden_layers"], given["num_attention_heads"]
     groups, top_groups = rng.choice(((1, 1), (2, 1), (4, 2)))
     return KimiLinearConfig(
         **given,

@@ -19,14 +19,12 @@ class KimiDeltaAttention:
     norm gated by a sigmoid; projection. A ``StateLayer``.
 
     Args:
-        name: module in the checkpoint with ``q_proj``, ``k_proj``, ``v_proj``, ``q_conv1d``, ``k_conv1d``, ``v_conv1d``,
-            ``b_proj`` (beta), ``f_a_proj`` and ``f_b_proj`` (decay, low rank), ``g_a_proj`` and ``g_b_proj`` (output
-            gate, low rank), ``A_log``, ``dt_bias``, ``o_norm`` and ``o_proj``.
+        name: module in the checkpoint with ``q_proj``, ``k_proj``, ``v_proj``, ``q_conv1d``, ``k_conv1d``,
+            ``v_conv1d``, ``b_proj`` (beta), ``f_a_proj`` and ``f_b_proj`` (decay, low rank), ``g_a_proj`` and
+            ``g_b_proj`` (output gate, low rank), ``A_log``, ``dt_bias``, ``o_norm`` and ``o_proj``.
     """
 
-    def __init__(
-        self, context: BuildContext, name: str, hidden_size: int, config: KimiDeltaConfig, eps: float
-    ) -> None:
+    def __init__(self, context: BuildContext, name: str, hidden_size: int, config: KimiDeltaConfig, eps: float) -> None:
         self._ops, self._group, self._dtype = context.ops, context.group, context.dtype
         self._device = context.device
         self.state_index = -1

@@ -223,8 +223,8 @@ class DecoderLayer:
         self._parallel = options.parallel_residual
         self._residual_scale = options.residual_scale
         weights = options.normed_residual
-        self._mixer_weights = weights and (weights.state if has_state else weights.attention)
-        self._mlp_weights = weights and weights.mlp
+        self._mixer_weights = None if weights is None else weights.state if has_state else weights.attention
+        self._mlp_weights = None if weights is None else weights.mlp
         self._before_attention = norm(names.before_attention, mixes)
         self.attention = (
             attention(context, config, number, f"{name}.self_attn") if config.has_attention(number) else None

@@ -8,6 +8,8 @@ MAX_LATENT: int
 """Largest value size of a latent cache."""
 MAX_LATENT_KEY: int
 """Largest key size of a latent cache."""
+MAX_KERNEL: int
+"""Largest number of tokens of a short convolution."""
 MAX_BLOCK: int
 """Largest number of tokens of a KV block."""
 BUILT: list[str]
@@ -332,4 +334,97 @@ def barrier(group: Group, /) -> None: ...
 def gather_part(group: Group, data: int, row_bytes: int, stride: int, rows: int, each: int, /) -> None: ...
 def gather_rows(
     group: Group, data: int, row_bytes: int, ids: int, rows: int, each: int, first: int, end: int, /
+) -> None: ...
+
+class StateRows:
+    def __init__(
+        self,
+        starts: int,
+        slots: int,
+        accepted: int,
+        drafts: int,
+        save_starts: int,
+        save_after: int,
+        save_slots: int,
+        /,
+    ) -> None: ...
+
+def keep_inputs(
+    rows: StateRows, x: int, kept: int, row_bytes: int, stride: int, max_drafts: int, sequences: int, /
+) -> None: ...
+def convolution(
+    rows: StateRows,
+    x: int,
+    out: int,
+    state: int,
+    kept: int,
+    weight: int,
+    bias: int,
+    sequences: int,
+    x_stride: int,
+    out_stride: int,
+    channels: int,
+    kernel: int,
+    max_drafts: int,
+    silu: bool,
+    type: int,
+    /,
+) -> None: ...
+def linear_attention(
+    rows: StateRows,
+    x: int,
+    gates: int,
+    out: int,
+    state: int,
+    kept: int,
+    kept_gates: int,
+    log_decay: int,
+    gate_bias: int,
+    skip: int,
+    sequences: int,
+    x_stride: int,
+    gates_stride: int,
+    out_stride: int,
+    width: int,
+    gates_width: int,
+    max_drafts: int,
+    heads: int,
+    groups: int,
+    key_dim: int,
+    value_dim: int,
+    q_offset: int,
+    k_offset: int,
+    v_offset: int,
+    step_offset: int,
+    scale: float,
+    l2_eps: float,
+    min_step: float,
+    max_step: float,
+    delta: bool,
+    beta_scale: float,
+    decay_dim: int,
+    decay: int,
+    type: int,
+    /,
+) -> None: ...
+def gated_norm(
+    x: int,
+    gate: int,
+    weight: int,
+    out: int,
+    rows: int,
+    groups: int,
+    width: int,
+    stride: int,
+    gate_stride: int,
+    weight_stride: int,
+    out_stride: int,
+    eps: float,
+    gate_first: bool,
+    sigmoid: bool,
+    type: int,
+    /,
+) -> None: ...
+def multiply_gate(
+    x: int, gate: int, out: int, rows: int, width: int, stride: int, gate_stride: int, out_stride: int, type: int, /
 ) -> None: ...

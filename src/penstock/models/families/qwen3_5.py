@@ -7,6 +7,7 @@ from penstock.checkpoint.decoder_options import NormOptions
 from penstock.checkpoint.experts_config import read_experts
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
+from penstock.checkpoint.state_config import GatedDeltaNetConfig
 from penstock.core import Code, PenstockError
 
 from ..registry import Family
@@ -45,7 +46,7 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     """Parts of ``in_proj_qkv`` and ``conv1d``; names in models with a vision tower."""
     parent, _, last = name.rpartition(".")
     net = config.state
-    assert net
+    assert isinstance(net, GatedDeltaNetConfig)
     if last in ("in_proj_q", "in_proj_k", "in_proj_v"):
         keys = net.key_heads * net.key_dim
         sizes = [keys, keys, net.value_heads * net.value_dim]

@@ -43,7 +43,10 @@ def layer_types(raw: ConfigJson, num_layers: int) -> tuple[LayerKind, ...]:
 
 
 def layer_kinds(types: Sequence[str]) -> tuple[LayerKind, ...]:
-    """``ModelConfig.layer_kinds`` from ``layer_types``. Raises ``PenstockError`` (``unsupported``) for an unknown type."""
+    """``ModelConfig.layer_kinds`` from ``layer_types``.
+
+    Raises ``PenstockError`` (``unsupported``) for an unknown type.
+    """
     kinds: dict[str, LayerKind] = {"linear_attention": "state", "full_attention": "attention"}
     if unknown := set(types).difference(kinds):
         message = f"layer_types has {min(unknown)!r:.40}; supported are {', '.join(kinds)}"
@@ -52,8 +55,13 @@ def layer_kinds(types: Sequence[str]) -> tuple[LayerKind, ...]:
 
 
 def delta_net_config(raw: ConfigJson) -> GatedDeltaNetConfig:
-    heads, dims = ("linear_num_key_heads", "linear_num_value_heads"), ("linear_key_head_dim", "linear_value_head_dim")
-    config = GatedDeltaNetConfig(*(int(raw[name]) for name in (*heads, *dims, "linear_conv_kernel_dim")))
+    config = GatedDeltaNetConfig(
+        key_heads=int(raw["linear_num_key_heads"]),
+        value_heads=int(raw["linear_num_value_heads"]),
+        key_dim=int(raw["linear_key_head_dim"]),
+        value_dim=int(raw["linear_value_head_dim"]),
+        kernel=int(raw["linear_conv_kernel_dim"]),
+    )
     check_state_layer(raw, config.kernel, config.key_dim)
     if min(config.key_heads, config.value_dim) < 1 or config.value_heads % config.key_heads:
         found = f"{config.key_heads} key heads and {config.value_heads} value heads of size {config.value_dim}"
@@ -76,7 +84,7 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     """Parts of ``in_proj_qkvz``, ``in_proj_ba`` and ``q_proj``, which are interleaved by head."""
     parent, _, last = name.rpartition(".")
     net = config.state
-    assert net
+    assert isinstance(net, GatedDeltaNetConfig)
     groups = net.value_heads // net.key_heads
     values = groups * net.value_dim
     if last in ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z"):
@@ -91,7 +99,7 @@ def find_convolution(config: ModelConfig, name: str) -> Stored:
     """Parts of ``conv1d``, and of ``q_proj`` with the output gate."""
     parent, _, last = name.rpartition(".")
     net = config.state
-    assert net
+    assert isinstance(net, GatedDeltaNetConfig)
     if last in ("conv1d_q", "conv1d_k", "conv1d_v"):
         keys = net.key_heads * net.key_dim
         sizes = [keys, keys, net.value_heads * net.value_dim]

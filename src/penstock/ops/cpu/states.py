@@ -166,4 +166,6 @@ def keep_inputs(rows: Any, x: Tensor, kept: Tensor, batch: Batch) -> None:
     """Keep the inputs of drafts, if there are drafts in this engine."""
     if kept.shape[1]:
         row_bytes, stride = (number * x.element_size() for number in (x.shape[1], x.stride(0)))
-        _kernels.keep_inputs(rows, x.data_ptr(), kept.data_ptr(), row_bytes, stride, kept.shape[1], num_sequences(batch))
+        _kernels.keep_inputs(
+            rows, x.data_ptr(), kept.data_ptr(), row_bytes, stride, kept.shape[1], num_sequences(batch)
+        )

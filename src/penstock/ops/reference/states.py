@@ -102,8 +102,8 @@ def gated_delta_rule(
     Args:
         qkv: ``[tokens, channels]``: all queries, keys and values. Each query and key head serves consecutive value
             heads.
-        gates: ``[tokens, (1 + decay_dim) * value_heads]``: b of all heads, then a of all heads. With a decay per channel,
-            each row of S has its own a (Kimi Team, 2025, "Kimi Linear").
+        gates: ``[tokens, (1 + decay_dim) * value_heads]``: b of all heads, then a of all heads. With ``decay_dim``
+            above 1, each row of S has a separate a (Kimi Team, 2025, "Kimi Linear").
         log_decay: ``[value_heads]`` float32.
         gate_bias: ``[value_heads * decay_dim]`` float32.
         cache: ``state``: ``[slots, value_heads, key_dim, value_dim]`` float32; ``qkv`` and ``gates``.
