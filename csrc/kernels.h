@@ -364,6 +364,9 @@ struct LinearAttention {
   int64_t heads, groups, key_dim, value_dim, q_offset, k_offset, v_offset, step_offset;  // `groups`: heads per key head
   float scale, l2_eps, min_step, max_step;
   bool delta;
+  float beta_scale;
+  int64_t decay_dim;  // steps per head: 1, or `key_dim` for a decay per channel; `gate_bias` then is [heads, key_dim]
+  const float* decay;  // [heads]: constant decay, with beta 1 and without gates; null: computed from the gates
   Type type;
 };
 
@@ -373,7 +376,7 @@ struct GatedNorm {
   void* out;
   int64_t groups, size, stride, gate_stride, weight_stride, out_stride;
   float eps;
-  bool gate_first;
+  bool gate_first, sigmoid;  // `sigmoid`: activation of the gate, instead of SiLU
   Type type;
 };
 

@@ -657,12 +657,13 @@ void linear_attention(const StateRows& rows, Address x, Address gates, Address o
                       int64_t x_stride, int64_t gates_stride, int64_t out_stride, int64_t width, int64_t gates_width,
                       int64_t max_drafts, int64_t heads, int64_t groups, int64_t key_dim, int64_t value_dim,
                       int64_t q_offset, int64_t k_offset, int64_t v_offset, int64_t step_offset, float scale, float l2_eps,
-                      float min_step, float max_step, bool delta, int type) {
+                      float min_step, float max_step, bool delta, float beta_scale, int64_t decay_dim, Address decay,
+                      int type) {
   const auto args = make<LinearAttention>(
       rows, ptr<void>(x), ptr<void>(gates), ptr<void>(out), ptr<float>(state), ptr<void>(kept), ptr<void>(kept_gates),
       ptr<float>(log_decay), ptr<float>(gate_bias), ptr<float>(skip), x_stride, gates_stride, out_stride, width, gates_width,
       max_drafts, heads, groups, key_dim, value_dim, q_offset, k_offset, v_offset, step_offset, scale, l2_eps, min_step,
-      max_step, delta, Type(type));
+      max_step, delta, beta_scale, decay_dim, ptr<float>(decay), Type(type));
   submit({0, sequences}, [=](Size size) {
     pool()->run(size.sequences * args.heads, [&](int64_t task) { kernels->linear_attention(args, task); });
   });
@@ -670,10 +671,10 @@ void linear_attention(const StateRows& rows, Address x, Address gates, Address o
 
 void gated_norm(Address x, Address gate, Address weight, Address out, int64_t rows, int64_t groups, int64_t width,
                 int64_t stride, int64_t gate_stride, int64_t weight_stride, int64_t out_stride, float eps, bool gate_first,
-                int type) {
+                bool sigmoid, int type) {
   submit_rows(rows, &Kernels::gated_norm,
               GatedNorm{ptr<void>(x), ptr<void>(gate), ptr<void>(weight), ptr<void>(out), groups, width, stride, gate_stride,
-                        weight_stride, out_stride, eps, gate_first, Type(type)});
+                        weight_stride, out_stride, eps, gate_first, sigmoid, Type(type)});
 }
 
 void multiply_gate(Address x, Address gate, Address out, int64_t rows, int64_t width, int64_t stride, int64_t gate_stride,

@@ -7,15 +7,6 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// log(1 + e^x), with the series of softplus_of.
-inline f32x16 softplus(f32x16 x) {
-  const f32x16 y = exp(-max(x, -x)), s = y / (y + 2.0f), square = s * s;
-  f32x16 p = broadcast(1.0f / 15.0f);
-  for (float term : {1.0f / 13.0f, 1.0f / 11.0f, 1.0f / 9.0f, 1.0f / 7.0f, 1.0f / 5.0f, 1.0f / 3.0f, 1.0f})
-    p = p * square + term;
-  return max(x, f32x16{}) + 2.0f * s * p;
-}
-
 inline f32x16 sigmoid(f32x16 x) { return inverse(exp(-x) + 1.0f); }
 
 inline f32x16 square_root(f32x16 x) {

@@ -28,6 +28,15 @@ inline float softplus_of(float x) {
   return __builtin_fmaxf(x, 0.0f) + 2.0f * s * p;
 }
 
+// The same for 16 numbers.
+inline f32x16 softplus(f32x16 x) {
+  const f32x16 y = exp(-max(x, -x)), s = y / (y + 2.0f), square = s * s;
+  f32x16 p = broadcast(1.0f / 15.0f);
+  for (float term : {1.0f / 13.0f, 1.0f / 11.0f, 1.0f / 9.0f, 1.0f / 7.0f, 1.0f / 5.0f, 1.0f / 3.0f, 1.0f})
+    p = p * square + term;
+  return max(x, f32x16{}) + 2.0f * s * p;
+}
+
 // Applies the inputs of a sequence to its state, in order: kept inputs of accepted drafts, tokens, and drafts. `apply(token,
 // is_kept, has_output)` applies one; `save(slot)` copies the state to another slot; `write()` writes the state, before the
 // drafts are applied.
@@ -119,7 +128,7 @@ void linear_attention_task(const LinearAttention& a, int64_t task) {
   auto state_of = [&](int64_t slot) { return a.state + (slot * a.heads + head) * size; };
   static thread_local std::vector<float> memory;
   float *state = state_of(slot), *drafted = scratch(memory, size);
-  const float rate = exp_of(a.log_decay[head]);
+  const float rate = a.log_decay ? exp_of(a.log_decay[head]) : 0.0f;
   auto apply = [&](int64_t token, bool is_kept, bool has_output) {
     const T *x, *gates;
     if (is_kept) {
@@ -140,10 +149,26 @@ void linear_attention_task(const LinearAttention& a, int64_t task) {
     };
     read(q, a.q_offset, a.scale);
     read(k, a.k_offset, 1.0f);
-    float step = softplus_of(widen(gates[a.step_offset + head]) + a.gate_bias[head]);
-    step = __builtin_fminf(__builtin_fmaxf(step, a.min_step), a.max_step);
-    const float beta = a.delta ? sigmoid_of(widen(gates[head])) : step, shared = exp_of(-rate * step);
-    for (int64_t i = 0; i < a.key_dim; i++) decay[i] = shared;
+    float beta = 1.0f;
+    if (a.decay_dim > 1) {
+      const T* steps = gates + a.step_offset + head * a.decay_dim;
+      const float* bias = a.gate_bias + head * a.decay_dim;
+      for_each_16(a.key_dim, [&](int64_t i, auto n) {
+        put(decay + i, exp(softplus(get(steps + i, n) + get(bias + i, n)) * -rate), n);
+      });
+    } else {
+      float shared;
+      if (a.decay) {
+        shared = a.decay[head];
+      } else {
+        float step = softplus_of(widen(gates[a.step_offset + head]) + a.gate_bias[head]);
+        step = __builtin_fminf(__builtin_fmaxf(step, a.min_step), a.max_step);
+        shared = exp_of(-rate * step);
+        if (!a.delta) beta = step;
+      }
+      for (int64_t i = 0; i < a.key_dim; i++) decay[i] = shared;
+    }
+    if (a.delta) beta = sigmoid_of(widen(gates[head])) * a.beta_scale;
     f32x16 products = {};
     for_each_16(a.key_dim, [&](int64_t i, auto n) { products = fma(get(q + i, n), get(k + i, n), products); });
     const float qk = sum(products), skip = a.skip ? a.skip[head] : 0.0f;
@@ -165,7 +190,7 @@ void linear_attention_task(const LinearAttention& a, int64_t task) {
   });
 }
 
-// RMS norm of each group of a row, multiplied by SiLU of the gate after, or before the norm.
+// RMS norm of each group of a row, multiplied by SiLU or the sigmoid of the gate after, or before the norm.
 template <class T>
 void gated_norm_row(const GatedNorm& a, int64_t row) {
   for (int64_t group = 0; group < a.groups; group++) {
@@ -173,7 +198,10 @@ void gated_norm_row(const GatedNorm& a, int64_t row) {
     const T* gate = (const T*)a.gate + row * a.gate_stride + group * a.size;
     const T* weight = (const T*)a.weight + group * a.weight_stride;
     T* out = (T*)a.out + row * a.out_stride + group * a.size;
-    auto gate_at = [&](int64_t i, auto n) { return activated<Activation::silu>(get(gate + i, n)); };
+    auto gate_at = [&](int64_t i, auto n) {
+      const f32x16 x = get(gate + i, n);
+      return a.sigmoid ? broadcast(1.0f) / (exp(-x) + 1.0f) : activated<Activation::silu>(x);
+    };
     auto value = [&](int64_t i, auto n) { return a.gate_first ? get(x + i, n) * gate_at(i, n) : get(x + i, n); };
     const float scale = 1.0f / __builtin_sqrtf(sum_of_squares(a.size, value) / float(a.size) + a.eps);
     for_each_16(a.size, [&](int64_t i, auto n) {

@@ -173,3 +173,28 @@ def test_adapter_of_all_projections_matches_peft(family: str, tmp_path: Path) ->
         with torch.inference_mode():
             logits = adapted(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == token_ids
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
+def test_composite_qwen3_5_runs_text_and_refuses_images(family: str, tmp_path: Path) -> None:
+    model = draw(family, 0, tmp_path)
+    path = tmp_path / "config.json"
+    text = json.loads(path.read_text())
+    names = {
+        "architectures": [f"{family}ForConditionalGeneration"],
+        "model_type": text["model_type"].removesuffix("_text"),
+    }
+    path.write_text(json.dumps({**names, "tie_word_embeddings": text["tie_word_embeddings"], "text_config": text}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {
+        f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name: tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, tmp_path / "model.safetensors")
+    llm = LLM(tmp_path, **OPTIONS)
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPTS[2]])).logits[0, -1].argmax().item()
+    (output,) = llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids[0] == expected
+    with pytest.raises(PenstockError, match="images: are not supported by this model"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}])

@@ -34,17 +34,19 @@ TEXT = (
     ),
     *("olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "whisper"),
     *("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax"),
 )
 """``model_type`` of text models, encoders first, and of the speech model."""
 COMPOSITE = (
     *("ernie4_5_vl_moe", "gemma3", "internvl", "llama4", "llava", "llava_onevision", "mistral3"),
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
 )
 """``model_type`` of models with ``text_config`` and ``vision_config``."""
 NESTED = (
     *("ernie4_5_vl_moe_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
     *("siglip_vision_model", "clip_vision_model", "pixtral", "internvl_vision", "ernie4_5_vl_moe_vision"),
     *("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision"),
+    *("qwen3_5_vision", "qwen3_5_moe_vision"),
 )
 """``model_type`` of the nested configurations."""
 FILLED_IN = {"ernie4_5_vl_moe_text": ("moe_intermediate_size",)}

@@ -68,7 +68,7 @@ def _vision(given: Mapping[str, Any] | None, known: ConfigClass) -> dict[str, An
     return with_defaults({**vision, "model_type": kind}, class_named(kind))
 
 
-TOP_LEVEL_TIE_ONLY = ("qwen3_vl", "qwen3_vl_moe")
+TOP_LEVEL_TIE_ONLY = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """``model_type`` of models for which transformers ignores ``tie_word_embeddings`` of ``text_config``."""
 
 

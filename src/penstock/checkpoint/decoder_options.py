@@ -32,6 +32,16 @@ class LayerNorms:
 
 
 @dataclass(frozen=True)
+class NormedResidual:
+    """Residual connections from the output of a norm, ``x = a * norm(x) + b * module(norm(x))`` (MiniMax-01). A pair is
+    ``(a, b)`` of a kind of module."""
+
+    attention: tuple[float, float]
+    state: tuple[float, float]
+    mlp: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class QKNormOptions:
     """Norms applied to queries and keys (``q_norm``, ``k_norm``)."""
 
@@ -61,6 +71,10 @@ class DecoderOptions:
 
     norm: NormOptions = field(default_factory=NormOptions)
     layer_norms: LayerNorms = field(default_factory=LayerNorms)
+    state_layer_norms: LayerNorms | None = None
+    """Norms of layers with recurrent state; None: ``layer_norms``."""
+    normed_residual: NormedResidual | None = None
+    """None: residual connections from the input of a norm."""
     qk_norm: QKNormOptions = field(default_factory=QKNormOptions)
     """Used if ``ModelConfig.qk_norm`` is set."""
     separate_mlps: bool = False

@@ -21,6 +21,8 @@ class LatentConfig:
     rope_interleave: bool
     scale: float
     """Softmax scale."""
+    rope: bool = True
+    """False: no rotary embedding (Kimi-Linear)."""
 
 
 def read_latent_config(raw: Mapping[str, Any], rope: Mapping[str, Any], rope_interleave: bool) -> LatentConfig:

@@ -106,6 +106,8 @@ def _complete(
     if kind in LONGROPE_NAMES and model_type == "phi3":
         kind = "longrope"
     rope["rope_type"] = kind
+    if model_type == "olmo_hybrid" and given.get("rope_theta", 0) is None:
+        rope["absent"] = True  # no rotary embedding
     base = _first(given.get("rope_theta"), config.get("rope_theta"), defaults.get("rope_theta"), DEFAULT_BASE)
     rope["rope_theta"] = base if isinstance(base, list) else float(base)
     top_level = _partial_rotary_factor(config, model_type)

@@ -27,6 +27,10 @@ class GatedDeltaNetConfig:
     fused_projections: bool = False
     """One matrix for queries, keys, values and output gate by key head, another for both gates (Qwen3-Next); else four
     matrices (Qwen3.5)."""
+    norm_eps: float | None = None
+    """Epsilon of the gated norm; None: that of the other norms."""
+    beta_scale: float = 1.0
+    """Factor of beta (``DeltaSizes``)."""
 
     def num_weights(self, hidden_size: int) -> int:
         """Parameters of the matrices of a layer."""
@@ -203,9 +207,72 @@ class GatedLinearUnitConfig:
         )
 
 
+@dataclass(frozen=True)
+class KimiDeltaConfig:
+    """Kimi delta attention (Kimi Team, 2025): a gated delta net with a decay per channel of the keys."""
+
+    heads: int
+    dim: int
+    """Elements per query, key and value; a head's state is ``[dim, dim]``."""
+    kernel: int
+    """Number of tokens that the short convolution sees."""
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Parameters of the matrices of a layer."""
+        inner = self.heads * self.dim
+        return 4 * hidden_size * inner + 2 * self.dim * (hidden_size + inner) + hidden_size * self.heads
+
+    def spec(self, dtype: str, heads: int = 0) -> StateSpec:
+        """State of a rank with ``heads``; 0: all."""
+        heads = heads or self.heads
+        channels = 3 * heads * self.dim
+        return StateSpec(
+            {
+                "conv": StateTensor((self.kernel - 1, channels), dtype),
+                "state": StateTensor((heads, self.dim, self.dim), "float32"),
+            },
+            {
+                "conv_in": StateTensor((channels,), dtype),
+                "qkv": StateTensor((channels,), dtype),
+                "gates": StateTensor((heads * (1 + self.dim),), dtype),
+            },
+        )
+
+
+@dataclass(frozen=True)
+class LightningConfig:
+    """Lightning attention (Qin et al., 2024): linear attention with a constant decay per head and layer."""
+
+    heads: int
+    dim: int
+    """Elements per query, key and value; a head's state is ``[dim, dim]``."""
+    num_layers: int
+    """Number of layers of the model. The decay of a head depends on the share of the layers before it."""
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Parameters of the matrices of a layer."""
+        return 5 * hidden_size * self.heads * self.dim
+
+    def spec(self, dtype: str, heads: int = 0) -> StateSpec:
+        """State of a rank with ``heads``; 0: all."""
+        heads = heads or self.heads
+        return StateSpec(
+            {"state": StateTensor((heads, self.dim, self.dim), "float32")},
+            {"qkv": StateTensor((3 * heads * self.dim,), dtype)},
+        )
+
+
 MAX_KERNEL = 8
 """Largest number of tokens that a short convolution may see; a limit of the CPU kernels."""
-StateConfig = GatedDeltaNetConfig | Mamba2Config | GatedConvolutionConfig | MambaConfig | GatedLinearUnitConfig
+StateConfig = (
+    GatedDeltaNetConfig
+    | KimiDeltaConfig
+    | LightningConfig
+    | Mamba2Config
+    | MambaConfig
+    | GatedConvolutionConfig
+    | GatedLinearUnitConfig
+)
 """Configuration of a layer with state."""
 
 

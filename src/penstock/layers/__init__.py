@@ -7,7 +7,9 @@ from .expert_load import ExpertLoad
 from .gated_convolution import GatedConvolution
 from .gated_delta_net import GatedDeltaNet
 from .gated_linear_unit import GatedLinearUnit
+from .kimi_delta import KimiDeltaAttention
 from .latent_attention import LatentAttention
+from .lightning import LightningAttention
 from .linear import ColumnParallelLinear, Embedding
 from .lora import LoRALayer, LoRATarget
 from .mamba import Mamba

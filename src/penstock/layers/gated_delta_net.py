@@ -29,9 +29,9 @@ class GatedDeltaNet:
         self._ops, self._group, self._dtype = context.ops, context.group, context.dtype
         self.state_index = -1
         values, keys = shard_heads(context.group, config.value_heads, config.key_heads)
-        self._sizes = DeltaSizes(keys.size, values.size, config.key_dim, config.value_dim)
+        self._sizes = DeltaSizes(keys.size, values.size, config.key_dim, config.value_dim, beta_scale=config.beta_scale)
         self._spec = config.spec(str(context.dtype).removeprefix("torch."), keys.size, values.size)
-        self._eps = eps
+        self._eps = eps if config.norm_eps is None else config.norm_eps
         self._values = values * config.value_dim
         parts = [keys * config.key_dim, keys * config.key_dim, self._values]
         self._channels = sum(part.size for part in parts)

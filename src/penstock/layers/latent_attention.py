@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.ops import Batch, KVSpec, LayerExport
@@ -32,7 +33,7 @@ class LatentAttention:
         latent: size of the latent vector of keys and values (``kv_lora_rank``).
         nope_dim, rope_dim: elements per query without and with rotary embedding, in this order.
         value_dim: elements per value.
-        rope: ``[max_len, rope_dim]`` from ``BuildContext.rope_table``.
+        rope: ``[max_len, rope_dim]`` from ``BuildContext.rope_table``; None: no rotary embedding.
         interleaved: rotate adjacent dimensions (GPT-J).
         scale: softmax scale.
         bias: the down projections and the output projection have biases.
@@ -50,13 +51,18 @@ class LatentAttention:
         nope_dim: int,
         rope_dim: int,
         value_dim: int,
-        rope: Tensor,
+        rope: Tensor | None,
         interleaved: bool,
         scale: float,
         bias: bool = False,
     ) -> None:
         self._ops, self._group = context.ops, context.group
         self._dtype, self._device = context.dtype, context.device
+        self._positions: Tensor | None = None
+        if rope is None:  # the rotation by position 0 is the identity
+            half, device = rope_dim // 2, context.device
+            rope = torch.cat((torch.ones(1, half, device=device), torch.zeros(1, half, device=device)), -1)
+            self._positions = torch.zeros(context.max_step_tokens, dtype=torch.int64, device=device)
         self._rope, self._interleaved, self._scale = rope, interleaved, scale
         self._q_rank, self._latent = q_rank or 0, latent
         self._nope_dim, self._rope_dim, self._value_dim = nope_dim, rope_dim, value_dim
@@ -113,7 +119,7 @@ class LatentAttention:
             q[..., self._nope_dim :],
             k,
             self._latent_norm(latent),
-            batch.positions,
+            batch.positions if self._positions is None else self._positions[: x.shape[0]],
             self._rope,
             cache,
             batch.slot_mapping,

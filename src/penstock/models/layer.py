@@ -14,6 +14,8 @@ from penstock.checkpoint.state_config import (
     GatedConvolutionConfig,
     GatedDeltaNetConfig,
     GatedLinearUnitConfig,
+    KimiDeltaConfig,
+    LightningConfig,
     Mamba2Config,
     MambaConfig,
 )
@@ -26,8 +28,10 @@ from penstock.layers import (
     GatedDeltaNet,
     GatedLinearUnit,
     GatedMLP,
+    KimiDeltaAttention,
     LatentAttention,
     LayerNorm,
+    LightningAttention,
     Mamba,
     Mamba2Mixer,
     MLPLayer,
@@ -110,6 +114,11 @@ def make_state(context: BuildContext, config: ModelConfig, layer: int, name: str
             return Mamba(context, f"{name}.{state.module}", config.hidden_size, state)
         case GatedLinearUnitConfig() as state:
             return GatedLinearUnit(context, f"{name}.{state.module}", config.hidden_size, state)
+        case KimiDeltaConfig() as state:
+            return KimiDeltaAttention(context, f"{name}.self_attn", config.hidden_size, state, config.rms_norm_eps)
+        case LightningConfig() as state:
+            activation = config.options.activation
+            return LightningAttention(context, f"{name}.self_attn", config.hidden_size, state, layer, activation)
         case None:
             raise AssertionError("the model has no layers with state")
 
@@ -128,7 +137,9 @@ def latent_attention(context: BuildContext, config: ModelConfig, layer: int, nam
         nope_dim=latent.qk_nope_head_dim,
         rope_dim=latent.qk_rope_head_dim,
         value_dim=latent.v_head_dim,
-        rope=context.rope_table(latent.qk_rope_head_dim, config.rope_parameters, config.max_position_embeddings),
+        rope=context.rope_table(latent.qk_rope_head_dim, config.rope_parameters, config.max_position_embeddings)
+        if latent.rope
+        else None,
         interleaved=latent.rope_interleave,
         scale=latent.scale,
         bias=config.output_bias,
@@ -221,9 +232,11 @@ class DecoderLayer:
         mlp: MLPFactory,
         state: StateFactory = make_state,
     ) -> None:
-        name, names, options = f"model.layers.{number}", config.options.layer_norms, config.options
+        name, options = f"model.layers.{number}", config.options
+        has_state = config.has_state(number)
+        names = (options.state_layer_norms if has_state else None) or options.layer_norms
 
-        mixes, has_mlp = config.has_attention(number) or config.has_state(number), config.has_mlp(number)
+        mixes, has_mlp = config.has_attention(number) or has_state, config.has_mlp(number)
 
         def norm(norm_name: str | None, exists: bool) -> Norm | None:
             exists = exists and norm_name is not None
@@ -234,11 +247,14 @@ class DecoderLayer:
         self._parallel = options.parallel_residual
         self._residual_scale = options.residual_scale
         self._attention_scales = options.attention_scales
+        weights = options.normed_residual
+        self._mixer_weights = None if weights is None else weights.state if has_state else weights.attention
+        self._mlp_weights = None if weights is None else weights.mlp
         self._before_attention = norm(names.before_attention, mixes)
         self.attention = (
             attention(context, config, number, f"{name}.self_attn") if config.has_attention(number) else None
         )
-        self.state = state(context, config, number, name) if config.has_state(number) else None
+        self.state = state(context, config, number, name) if has_state else None
         self._after_attention = norm(names.after_attention, mixes)
         self._before_mlp = norm(names.before_mlp, has_mlp)
         self._mlp = mlp(context, config, number, f"{name}.mlp") if has_mlp else None
@@ -260,8 +276,9 @@ class DecoderLayer:
         """
         normed = x
         if self.attention or self.state:
-            normed, residual = self._add(x, residual, self._before_attention)
-            x = self._output(self._mix(normed, cache, batch, export), self._after_attention)
+            normed, residual = self._add(x, residual, self._before_attention, self._mixer_weights)
+            mixed = self._mix(normed, cache, batch, export)
+            x = self._output(mixed, self._after_attention, self._mixer_weights)
         elif self._last:
             x = self._ops.index_select(x, batch.logits_indices)
         if self._last and residual is not None:
@@ -274,9 +291,9 @@ class DecoderLayer:
             residual = self._ops.add_residual(x, residual)
             x = self._ops.index_select(normed, batch.logits_indices) if self._last else normed
         else:
-            x, residual = self._add(x, residual, self._before_mlp)
+            x, residual = self._add(x, residual, self._before_mlp, self._mlp_weights)
         x = self._mlp(x, batch.logits_lora_slots if self._last else batch.lora_slots)
-        return self._output(x, self._after_mlp), residual
+        return self._output(x, self._after_mlp, self._mlp_weights), residual
 
     def _mix(self, x: Tensor, cache: Any, batch: Batch, export: LayerExport | None) -> Tensor:
         """Apply attention, the part with recurrent state, or the sum of both."""
@@ -293,8 +310,17 @@ class DecoderLayer:
         both = self._ops.add_residual(attended, self._ops.clone(mixed))
         return self._ops.index_select(both, batch.logits_indices) if self._last else both
 
-    def _add(self, x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to the residual stream. Returns the input of the next module, and the residual stream."""
+    def _add(
+        self, x: Tensor, residual: Tensor | None, norm: Norm | None, weights: tuple[float, float] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add ``x`` to the residual stream. Returns the input of the next module, and the residual stream.
+
+        Args:
+            weights: see ``NormedResidual``.
+        """
+        if weights and norm:
+            normed = norm(x) if residual is None else norm.add(x, residual)[0]
+            return normed, self._ops.scale(normed, weights[0])
         if residual is None:
             return (norm(x) if norm else x), x
         if norm:
@@ -302,10 +328,10 @@ class DecoderLayer:
         residual = self._ops.add_residual(x, residual)
         return residual, residual
 
-    def _output(self, x: Tensor, norm: Norm | None) -> Tensor:
+    def _output(self, x: Tensor, norm: Norm | None, weights: tuple[float, float] | None) -> Tensor:
         """Apply post-norm and residual scale to the output of a module."""
         x = norm(x) if norm else x
-        return self._scaled(x, self._residual_scale)
+        return self._scaled(x, weights[1] if weights else self._residual_scale)
 
     def _scaled(self, x: Tensor, factor: float) -> Tensor:
         return x if factor == 1 else self._ops.scale(x, factor)

@@ -191,6 +191,7 @@ class Ops(Protocol):
         eps: float,
         gate_first: bool = False,
         out: Tensor | None = None,
+        sigmoid: bool = False,
     ) -> Tensor: ...
     def multiply_gate(self, x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor: ...
     def state_space(
@@ -224,6 +225,14 @@ class Ops(Protocol):
         gates: Tensor,
         rates: Tensor,
         bias: Tensor,
+        cache: Mapping[str, Tensor],
+        batch: Batch,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+    def lightning_attention(
+        self,
+        qkv: Tensor,
+        decay: Tensor,
         cache: Mapping[str, Tensor],
         batch: Batch,
         out: Tensor | None = None,

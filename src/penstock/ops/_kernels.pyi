@@ -9,8 +9,8 @@ MAX_LATENT: int
 MAX_LATENT_KEY: int
 """Largest key size of a latent cache."""
 MAX_BLOCK: int
-MAX_KERNEL: int
 """Largest number of tokens of a KV block."""
+MAX_KERNEL: int
 """Largest number of tokens that a short convolution sees."""
 BUILT: list[str]
 """Instruction sets of this build, from the slowest to the fastest."""
@@ -384,15 +384,48 @@ def linear_by_head(
     outputs: int,
     /,
 ) -> None: ...
-def keep_inputs(
-    rows: StateRows,
+def multiply_silu(
     x: int,
-    kept: int,
-    row_bytes: int,
+    gate: int,
+    out: int,
+    rows: int,
+    width: int,
     stride: int,
-    max_drafts: int,
-    sequences: int,
+    gate_stride: int,
+    out_stride: int,
+    type: int,
     /,
+) -> None: ...
+def export_kv(
+    cache: int,
+    buffer: int,
+    slots: int,
+    places: int,
+    tokens: int,
+    kv_heads: int,
+    dim: int,
+    block_size: int,
+    all_heads: int,
+    first_head: int,
+    slot_tokens: int,
+    slot_bytes: int,
+    offset: int,
+    type: int,
+    quantized: bool,
+    latent: bool,
+    progress: int,
+    /,
+) -> None: ...
+
+import_kv = export_kv
+
+def barrier(group: Group, /) -> None: ...
+def gather_part(group: Group, data: int, row_bytes: int, stride: int, rows: int, each: int, /) -> None: ...
+def gather_rows(
+    group: Group, data: int, row_bytes: int, ids: int, rows: int, each: int, first: int, end: int, /
+) -> None: ...
+def keep_inputs(
+    rows: StateRows, x: int, kept: int, row_bytes: int, stride: int, max_drafts: int, sequences: int, /
 ) -> None: ...
 def convolution(
     rows: StateRows,
@@ -443,6 +476,9 @@ def linear_attention(
     min_step: float,
     max_step: float,
     delta: bool,
+    beta_scale: float,
+    decay_dim: int,
+    decay: int,
     type: int,
     /,
 ) -> None: ...
@@ -460,58 +496,10 @@ def gated_norm(
     out_stride: int,
     eps: float,
     gate_first: bool,
+    sigmoid: bool,
     type: int,
     /,
 ) -> None: ...
 def multiply_gate(
-    x: int,
-    gate: int,
-    out: int,
-    rows: int,
-    width: int,
-    stride: int,
-    gate_stride: int,
-    out_stride: int,
-    type: int,
-    /,
-) -> None: ...
-def multiply_silu(
-    x: int,
-    gate: int,
-    out: int,
-    rows: int,
-    width: int,
-    stride: int,
-    gate_stride: int,
-    out_stride: int,
-    type: int,
-    /,
-) -> None: ...
-def export_kv(
-    cache: int,
-    buffer: int,
-    slots: int,
-    places: int,
-    tokens: int,
-    kv_heads: int,
-    dim: int,
-    block_size: int,
-    all_heads: int,
-    first_head: int,
-    slot_tokens: int,
-    slot_bytes: int,
-    offset: int,
-    type: int,
-    quantized: bool,
-    latent: bool,
-    progress: int,
-    /,
-) -> None: ...
-
-import_kv = export_kv
-
-def barrier(group: Group, /) -> None: ...
-def gather_part(group: Group, data: int, row_bytes: int, stride: int, rows: int, each: int, /) -> None: ...
-def gather_rows(
-    group: Group, data: int, row_bytes: int, ids: int, rows: int, each: int, first: int, end: int, /
+    x: int, gate: int, out: int, rows: int, width: int, stride: int, gate_stride: int, out_stride: int, type: int, /
 ) -> None: ...

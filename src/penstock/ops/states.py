@@ -16,6 +16,10 @@ class DeltaSizes:
     value_dim: int
     l2_eps: float = 1e-6
     """Added to the square of a query's or key's length before it is normalized."""
+    beta_scale: float = 1.0
+    """Factor of beta; 2 allows states with negative eigenvalues (OLMo-Hybrid)."""
+    decay_dim: int = 1
+    """Number of decays of a head: 1, or ``key_dim`` for a decay per channel of the keys (Kimi-Linear)."""
 
 
 @dataclass(frozen=True)

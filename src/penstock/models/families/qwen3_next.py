@@ -1,6 +1,7 @@
 """Qwen3-Next (Qwen Team, 2025): gated delta nets in three of four layers, gated attention in the others, and a mixture
 of experts with a shared expert."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import NormOptions
@@ -8,6 +9,7 @@ from penstock.checkpoint.experts_config import dense_layers_by_step, read_expert
 from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
 from penstock.checkpoint.state_config import GatedDeltaNetConfig
+from penstock.core import Code, PenstockError
 
 from ..registry import Family
 from ..stored import Stored, part_of
@@ -19,6 +21,8 @@ MTP_MODULES = {
     "shared_head.norm": "norm",
 }
 """Module of ``DecoderMTPHead`` → module of ``mtp`` in the checkpoint."""
+MAX_KERNEL, MAX_KEY_DIM = 8, 256
+"""Limits of the kernels: tokens of a short convolution, and elements of a key (``csrc/states.h``)."""
 
 
 def read_config(raw: ConfigJson) -> ModelConfig:
@@ -39,22 +43,49 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 
 def layer_types(raw: ConfigJson, num_layers: int) -> tuple[LayerKind, ...]:
     """``ModelConfig.layer_kinds`` from ``layer_types``, or ``full_attention_interval``."""
-    kinds: dict[str, LayerKind] = {"linear_attention": "state", "full_attention": "attention"}
     if types := raw.get("layer_types"):
-        return tuple(kinds[each] for each in types)
+        return layer_kinds(types)
     interval = int(raw.get("full_attention_interval") or 4)
     return tuple("state" if (layer + 1) % interval else "attention" for layer in range(num_layers))
 
 
+def layer_kinds(types: Sequence[str]) -> tuple[LayerKind, ...]:
+    """``ModelConfig.layer_kinds`` from ``layer_types``.
+
+    Raises ``PenstockError`` (``unsupported``) for an unknown type.
+    """
+    kinds: dict[str, LayerKind] = {"linear_attention": "state", "full_attention": "attention"}
+    if unknown := set(types).difference(kinds):
+        message = f"layer_types has {min(unknown)!r:.40}; supported are {', '.join(kinds)}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
+    return tuple(kinds[each] for each in types)
+
+
 def delta_net_config(raw: ConfigJson) -> GatedDeltaNetConfig:
     """The gated delta nets of a ``config.json``."""
-    return GatedDeltaNetConfig(
+    config = GatedDeltaNetConfig(
         key_heads=int(raw["linear_num_key_heads"]),
         value_heads=int(raw["linear_num_value_heads"]),
         key_dim=int(raw["linear_key_head_dim"]),
         value_dim=int(raw["linear_value_head_dim"]),
         kernel=int(raw["linear_conv_kernel_dim"]),
     )
+    check_state_layer(raw, config.kernel, config.key_dim)
+    if min(config.key_heads, config.value_dim) < 1 or config.value_heads % config.key_heads:
+        found = f"{config.key_heads} key heads and {config.value_heads} value heads of size {config.value_dim}"
+        raise ValueError(f"linear attention has {found}; the value heads must be a multiple of the key heads")
+    return config
+
+
+def check_state_layer(raw: ConfigJson, kernel: int, key_dim: int) -> None:
+    """Raise ``PenstockError`` (``unsupported``) for linear attention that the kernels do not support."""
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        message = f"linear attention with hidden_act {raw['hidden_act']!r:.40} is not supported; supported is silu"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
+    if not 2 <= kernel <= MAX_KERNEL or not 1 <= key_dim <= MAX_KEY_DIM:
+        found = f"a convolution over {kernel} tokens and keys of {key_dim} elements"
+        limits = f"supported are 2 to {MAX_KERNEL} tokens and 1 to {MAX_KEY_DIM} elements"
+        raise PenstockError(Code.UNSUPPORTED, f"linear attention with {found} is not supported; {limits}", "model")
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:

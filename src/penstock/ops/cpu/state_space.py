@@ -61,6 +61,9 @@ def state_space(
         sizes.min_step,
         sizes.max_step,
         False,
+        1.0,
+        1,
+        0,
         DTYPE_CODES[xbc.dtype],
     )
     keep_inputs(rows, xbc, cache["xbc"], batch)

@@ -93,6 +93,9 @@ def gated_delta_rule(
         0.0,
         float("inf"),
         True,
+        sizes.beta_scale,
+        sizes.decay_dim,
+        0,
         DTYPE_CODES[qkv.dtype],
     )
     keep_inputs(rows, qkv, cache["qkv"], batch)
@@ -101,7 +104,13 @@ def gated_delta_rule(
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool = False, out: Tensor | None = None
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    gate_first: bool = False,
+    out: Tensor | None = None,
+    sigmoid: bool = False,
 ) -> Tensor:
     """See ``reference.gated_rms_norm``."""
     size, groups = weight.shape[-1], x.shape[1] // weight.shape[-1]
@@ -121,6 +130,7 @@ def gated_rms_norm(
         out.stride(0),
         eps,
         gate_first,
+        sigmoid,
         DTYPE_CODES[x.dtype],
     )
     return out

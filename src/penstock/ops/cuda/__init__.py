@@ -17,6 +17,7 @@ from ..reference import (
     gated_delta_rule,
     gated_linear_unit,
     gated_rms_norm,
+    lightning_attention,
     multiply,
     multiply_gate,
     place_experts,

@@ -104,15 +104,16 @@ def gated_delta_rule(
     normalized query q and key k, and the state S, ``[key_dim, value_dim]`` float32::
 
         S = exp(-exp(log_decay) * softplus(a + gate_bias)) * S
-        S = S + k (sigmoid(b) * (v - S^T k))^T
+        S = S + k (beta_scale * sigmoid(b) * (v - S^T k))^T
         output = S^T q / sqrt(key_dim)
 
     Args:
         qkv: ``[tokens, channels]``: all queries, keys and values. Each query and key head serves consecutive value
             heads.
-        gates: ``[tokens, 2 * value_heads]``: b, then a.
+        gates: ``[tokens, (1 + decay_dim) * value_heads]``: b of all heads, then a of all heads. With ``decay_dim``
+            above 1, each row of S has a separate a (Kimi Team, 2025, "Kimi Linear").
         log_decay: ``[value_heads]`` float32.
-        gate_bias: ``[value_heads]`` float32.
+        gate_bias: ``[value_heads * decay_dim]`` float32.
         cache: ``state``: ``[slots, value_heads, key_dim, value_dim]`` float32; ``qkv`` and ``gates``.
 
     Returns ``[tokens, value_heads * value_dim]``.
@@ -129,11 +130,12 @@ def gated_delta_rule(
         given, matrix = inputs["qkv"].float(), state["state"]
         q, k = heads(given[:, :keys]) * sizes.key_dim**-0.5, heads(given[:, keys : 2 * keys])
         v = given[:, 2 * keys :].unflatten(-1, (sizes.value_heads, sizes.value_dim))
-        b, a = inputs["gates"].float().chunk(2, -1)
-        decay = torch.exp(-log_decay.exp() * F.softplus(a + gate_bias))
+        b, a = inputs["gates"].float().tensor_split((sizes.value_heads,), -1)
+        steps = F.softplus(a + gate_bias).unflatten(-1, (sizes.value_heads, sizes.decay_dim))
+        decay = torch.exp(-log_decay.exp()[:, None] * steps)
         outputs = []
-        for q_t, k_t, v_t, decay_t, beta_t in zip(q, k, v, decay, b.sigmoid(), strict=True):
-            matrix *= decay_t[:, None, None]
+        for q_t, k_t, v_t, decay_t, beta_t in zip(q, k, v, decay, b.sigmoid() * sizes.beta_scale, strict=True):
+            matrix *= decay_t[:, :, None]
             change = (v_t - (matrix * k_t[:, :, None]).sum(1)) * beta_t[:, None]
             matrix += k_t[:, :, None] * change[:, None, :]
             outputs.append((matrix * q_t[:, :, None]).sum(1))
@@ -144,7 +146,13 @@ def gated_delta_rule(
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool = False, out: Tensor | None = None
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    gate_first: bool = False,
+    out: Tensor | None = None,
+    sigmoid: bool = False,
 ) -> Tensor:
     """RMS norm over groups of ``size`` elements, multiplied by SiLU of the gate.
 
@@ -154,9 +162,10 @@ def gated_rms_norm(
         weight: ``[size]`` of all groups, or ``[groups, size]``, of the model's dtype.
         gate_first: multiply by the gate before the norm (Mamba 2).
         out: destination of the result.
+        sigmoid: multiply by the sigmoid of the gate instead (Kimi-Linear, MiniMax-01).
     """
     size = weight.shape[-1]
-    gated, values = F.silu(gate.float()), x.float()
+    gated, values = gate.float().sigmoid() if sigmoid else F.silu(gate.float()), x.float()
     if gate_first:
         values = values * gated
     grouped = values.unflatten(-1, (-1, size))

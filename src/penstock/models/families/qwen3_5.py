@@ -1,0 +1,62 @@
+"""Qwen3.5 (Qwen Team, 2026): Qwen3-Next's layers with separate projections, dense or with a mixture of experts."""
+
+from dataclasses import replace
+from typing import Any
+
+from penstock.checkpoint.decoder_options import NormOptions
+from penstock.checkpoint.experts_config import read_experts
+from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
+from penstock.checkpoint.rope import rope_parameters_of
+from penstock.checkpoint.state_config import GatedDeltaNetConfig
+from penstock.core import Code, PenstockError
+
+from ..registry import Family
+from ..stored import Stored, part_of
+from .qwen3_next import delta_net_config, find_convolution, layer_types
+
+WITH_VISION = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+"""Architectures with a vision tower, which is not loaded: prompts are text only."""
+
+
+def read_config(raw: ConfigJson, **overrides: Any) -> ModelConfig:
+    if raw.get("mlp_only_layers"):
+        raise PenstockError(Code.UNSUPPORTED, "mlp_only_layers is not supported for Qwen3.5", "model")
+    rope = rope_parameters_of(raw)
+    share = float(rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 0.25)
+    options = options_of(raw, norm=NormOptions(unit_offset=True), attention_gate=True, partial_rotary_factor=share)
+    text_rope = {name: value for name, value in rope.items() if not name.startswith("mrope")}  # all positions are equal
+    config = dense_config(raw, qk_norm=True, options=options, rope_parameters=text_rope, **overrides)
+    return replace(config, layer_kinds=layer_types(raw, config.num_layers), state=delta_net_config(raw))
+
+
+def read_moe_config(raw: ConfigJson) -> ModelConfig:
+    experts = read_experts(
+        raw,
+        "moe_intermediate_size",
+        {"renormalize": True},
+        shared_size=int(raw["shared_expert_intermediate_size"]),
+        shared_name="shared_expert",
+        shared_gate="shared_expert_gate",
+    )
+    size = experts.intermediate_size  # all layers have experts: config.json lacks intermediate_size
+    return replace(read_config({"intermediate_size": size, **raw}), experts=experts, raw=raw)
+
+
+def find_stored(config: ModelConfig, name: str) -> Stored:
+    """Parts of ``in_proj_qkv`` and ``conv1d``; names in models with a vision tower."""
+    parent, _, last = name.rpartition(".")
+    net = config.state
+    assert isinstance(net, GatedDeltaNetConfig)
+    if last in ("in_proj_q", "in_proj_k", "in_proj_v"):
+        keys = net.key_heads * net.key_dim
+        sizes = [keys, keys, net.value_heads * net.value_dim]
+        stored = part_of(f"{parent}.in_proj_qkv", sizes, "qkv".index(last[-1]))
+    else:
+        stored = find_convolution(config, name)
+    if config.architecture in WITH_VISION and stored.name.startswith("model."):
+        return replace(stored, name=f"model.language_model.{stored.name.removeprefix('model.')}")
+    return stored
+
+
+DENSE = Family(("Qwen3_5ForCausalLM", WITH_VISION[0]), read_config, find_stored=find_stored)
+MOE = Family(("Qwen3_5MoeForCausalLM", WITH_VISION[1]), read_moe_config, find_stored=find_stored)
