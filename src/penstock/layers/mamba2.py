@@ -46,13 +46,8 @@ class Mamba2Mixer:
         self._gate = ColumnParallelLinear(
             context, [f"{name}.in_proj_z"], hidden_size, [self._values], bias, gather_output=self._gathers_values
         )
-        step_name = f"{name}.in_proj_dt"
-        self._steps = context.matrix(
-            [step_name],
-            hidden_size,
-            [heads],
-            UNQUANTIZED,
-            context.read_weight(f"{step_name}.bias", heads.total, rows=heads.rows) if bias else None,
+        self._steps = ColumnParallelLinear(
+            context, [f"{name}.in_proj_dt"], hidden_size, [heads], bias, format=UNQUANTIZED
         )
         kernels = [
             scale
@@ -97,7 +92,7 @@ class Mamba2Mixer:
         states, lora_slots = batch.states.cache[self.state_index], batch.lora_slots
         x = self._scaled(x, self._input_scale)
         projected = self._projection(x, lora_slots)
-        steps = self._scaled(self._steps.linear(x), self._step_scale)
+        steps = self._scaled(self._steps(x, lora_slots), self._step_scale)
         xbc = self._ops.short_convolution(projected, self._convolution, self._convolution_bias, True, states, batch)
 
         def scan(out: Tensor | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -214,13 +215,16 @@ def _rename(
 def _rows_of_tensors(
     targets: Iterable[str], find_stored: Callable[[str], Stored] | None
 ) -> dict[str, dict[str, list[int]]]:
-    """For each tensor of the checkpoint that has the rows of several matrices: the rows of each matrix, by its name."""
+    """For each tensor of the checkpoint with another name, or with the rows of several matrices: the rows of each
+    matrix, by its name; an empty list for all rows. Tensors with rows that no adapter can change are left out."""
     found: dict[str, dict[str, list[int]]] = defaultdict(dict)
+    totals: dict[str, int] = {}
     for name in targets if find_stored else ():
         stored = find_stored(name) if find_stored else None
-        if stored and stored.ranges:
+        if stored and (stored.ranges or stored.name != name):
             found[stored.name][name] = [row for first, end in stored.ranges for row in range(first, end)]
-    return found
+            totals[stored.name] = stored.total if stored.ranges else 0
+    return {whole: parts for whole, parts in found.items() if totals[whole] == len({*itertools.chain(*parts.values())})}
 
 
 def _split_fused(
@@ -236,7 +240,7 @@ def _split_fused(
         end = next((end for end in (LORA_A, LORA_B) if key.endswith(end)), "")
         whole = key.removeprefix(PREFIX).removesuffix(end)
         for name, indices in rows.get(whole, {}).items():
-            fits = end == LORA_B and max(indices) < len(tensor)
+            fits = indices and end == LORA_B and max(indices) < len(tensor)
             split[f"{PREFIX}{name}{end}"] = tensor[indices] if fits else tensor  # _checked reports a wrong shape
             fused_names[name] = whole
         if whole in rows:
