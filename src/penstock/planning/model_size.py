@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.checkpoint.gguf_file import TYPES
 from penstock.checkpoint.model_config import COUNTED_WEIGHTS, ModelConfig
+from penstock.checkpoint.state_config import GatedDeltaNetConfig, KimiDeltaConfig, LightningConfig
 from penstock.checkpoint.state_spec import StateSpec
 from penstock.checkpoint.stored_format import quantization_config_of, stored_format
 from penstock.core.quantization import UNQUANTIZED, Format
@@ -102,7 +103,9 @@ def size_of(config: ModelConfig) -> ModelSize:
         routers = (kinds * experts.num_experts + bool(experts.shared_gate)) * hidden
         sparse = routers + experts.num_experts * expert + 3 * hidden * experts.shared_size
     plain = sum(layer in dense_layers for layer in range(layers))
-    layer_weights = layers * attention + plain * dense + (layers - plain) * sparse
+    attentions, states = (sum(map(has, range(layers))) for has in (config.has_attention, config.has_state))
+    state, gates = _state(config) or (attention, 0)
+    layer_weights = attentions * attention + states * state + plain * dense + (layers - plain) * sparse
     stored, shares = stored_format(quantization_config_of(raw)), _gguf_shares(raw, "layers")
     if stored.is_mxfp4:
         share = (layers - plain) * (sparse - routers) / layer_weights
@@ -127,12 +130,12 @@ def size_of(config: ModelConfig) -> ModelSize:
         stored=stored,
         gguf_layers=shares,
         gguf_head=_gguf_shares(raw, "head"),
-        unquantized_weights=layers * absorbed,
-        value_weights=layers * hidden * kv_dim * kv_heads,
+        unquantized_weights=attentions * absorbed + states * gates,
+        value_weights=attentions * hidden * kv_dim * kv_heads,
         down_weights=plain * dense // matrices + (layers - plain) * sparse // 3,
         expert_weights=(layers - plain) * expert,
         vision_weights=_speech_weights(config) if config.speech else config.vision_weights,
-        num_kv_layers=sum(map(config.has_attention, range(layers))),
+        num_kv_layers=attentions,
         states=state_specs_of(config),
         encoder=config.encoder is not None,
     )
@@ -147,13 +150,31 @@ def state_specs_of(config: ModelConfig) -> tuple[StateSpec, ...]:
     return (state.spec(config.dtype),) * sum(map(config.has_state, range(config.num_layers)))
 
 
+def _state(config: ModelConfig) -> tuple[int, int] | None:
+    """Parameters of a layer's recurrent part, and of its matrices that are never quantized; None if unknown."""
+    hidden = config.hidden_size
+    match config.state:
+        case GatedDeltaNetConfig() as net:
+            keys, values = net.key_heads * net.key_dim, net.value_heads * net.value_dim
+            gates = 2 * hidden * net.value_heads + (2 * keys + values) * net.kernel
+            return hidden * (2 * keys + 3 * values) + gates, gates
+        case KimiDeltaConfig() as kimi:
+            values = kimi.heads * kimi.dim
+            gates = hidden * (kimi.heads + kimi.dim) + kimi.dim * values + 3 * values * kimi.kernel
+            return hidden * (4 * values + kimi.dim) + kimi.dim * values + gates, gates
+        case LightningConfig() as lightning:
+            return 5 * hidden * lightning.heads * lightning.dim, 0
+    return None
+
+
 def _attention(config: ModelConfig) -> tuple[int, int]:
     """Parameters of a layer's attention, and of its KV up projection alone, which latent attention absorbs
     (DeepSeek-V2, section 2.1)."""
     hidden, heads, latent = config.hidden_size, config.num_heads, config.latent
     if latent is None:
         cross = 4 * hidden**2 if config.speech else 0
-        return 2 * hidden * config.head_dim * (heads + config.num_kv_heads) + cross, 0
+        gate = hidden * config.head_dim * heads if config.options.attention_gate else 0
+        return 2 * hidden * config.head_dim * (heads + config.num_kv_heads) + gate + cross, 0
     queries, rank = heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim), latent.kv_lora_rank
     q = latent.q_lora_rank * (hidden + queries) if latent.q_lora_rank else hidden * queries
     absorbed = rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
