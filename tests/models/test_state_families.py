@@ -18,8 +18,11 @@ from state_families import FAMILIES, draw
 from test_families import GREEDY, OPTIONS, PROMPTS, VOCABULARY, check
 
 from penstock import LoRARequest
+from penstock.checkpoint.config_json import read_config_json
 from penstock.core import PenstockError, SamplingParams
 from penstock.frontend.llm import LLM
+from penstock.planning.kv_size import weight_bytes
+from penstock.planning.model_size import model_size_of
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
@@ -189,6 +192,17 @@ def test_adapter_of_projections_matches_peft(family: str, tmp_path: Path) -> Non
         with torch.inference_mode():
             logits = adapted(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == token_ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_planned_weight_bytes_equal_the_checkpoint(family: str, tmp_path: Path) -> None:
+    model = draw(family, 1, tmp_path)
+    matrices = {
+        id(each): each.numel()
+        for name, each in model.named_parameters()
+        if each.dim() > 1 and not name.endswith(("norm.weight", "A_log", "bias"))
+    }
+    assert weight_bytes(model_size_of(read_config_json(tmp_path)), dtype="float32") == 4 * sum(matrices.values())
 
 
 @pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])

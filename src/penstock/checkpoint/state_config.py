@@ -32,10 +32,11 @@ class GatedDeltaNetConfig:
     beta_scale: float = 1.0
     """Factor of beta (``DeltaSizes``)."""
 
-    def num_weights(self, hidden_size: int) -> int:
-        """Parameters of the matrices of a layer."""
+    def num_weights(self, hidden_size: int) -> tuple[int, int]:
+        """Parameters of a layer's matrices and convolutions, and of those that are never quantized."""
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        return hidden_size * (2 * keys + 3 * values + 2 * self.value_heads)
+        plain = 2 * hidden_size * self.value_heads + (2 * keys + values) * self.kernel
+        return hidden_size * (2 * keys + 3 * values) + plain, plain
 
     def spec(self, dtype: str, key_heads: int = 0, value_heads: int = 0) -> StateSpec:
         """State of a rank with ``key_heads`` and ``value_heads``; 0: all."""
@@ -84,10 +85,11 @@ class Mamba2Config:
     scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     """Scales of the gate, x, B, C, and the step before its bias is added (Falcon-H1)."""
 
-    def num_weights(self, hidden_size: int) -> int:
-        """Parameters of the matrices of a layer."""
-        inner = self.heads * self.head_dim
-        return hidden_size * (3 * inner + 2 * self.groups * self.state_size + self.heads)
+    def num_weights(self, hidden_size: int) -> tuple[int, int]:
+        """Parameters of a layer's matrices and convolutions, and of those that are never quantized."""
+        keys, values = self.groups * self.state_size, self.heads * self.head_dim
+        plain = hidden_size * self.heads + (2 * keys + values) * self.kernel
+        return hidden_size * (2 * keys + 3 * values) + plain, plain
 
     def spec(self, dtype: str, heads: int = 0, groups: int = 0) -> StateSpec:
         """State of a rank with ``heads`` and ``groups``; 0: all."""
@@ -118,9 +120,10 @@ class GatedConvolutionConfig:
     module: str = "conv"
     """Name of the module in the checkpoint."""
 
-    def num_weights(self, hidden_size: int) -> int:
-        """Parameters of the matrices of a layer."""
-        return 4 * hidden_size * self.channels
+    def num_weights(self, hidden_size: int) -> tuple[int, int]:
+        """Parameters of a layer's matrices and convolutions, and of those that are never quantized."""
+        plain = self.channels * self.kernel
+        return 4 * hidden_size * self.channels + plain, plain
 
     def spec(self, dtype: str, channels: int = 0) -> StateSpec:
         """State of a rank with ``channels``; 0: all."""
@@ -149,9 +152,10 @@ class MambaConfig:
     module: str = "mixer"
     """Name of the module in the checkpoint."""
 
-    def num_weights(self, hidden_size: int) -> int:
-        """Parameters of the matrices of a layer."""
-        return self.channels * (3 * hidden_size + 2 * (self.step_rank + self.state_size))
+    def num_weights(self, hidden_size: int) -> tuple[int, int]:
+        """Parameters of a layer's matrices and convolutions, and of those that are never quantized."""
+        plain = self.channels * self.kernel
+        return self.channels * (3 * hidden_size + 2 * (self.step_rank + self.state_size)) + plain, plain
 
     def spec(self, dtype: str, channels: int = 0) -> StateSpec:
         """State of a rank with ``channels``; 0: all."""
@@ -186,9 +190,10 @@ class GatedLinearUnitConfig:
     module: str = "temporal_block"
     """Name of the module in the checkpoint."""
 
-    def num_weights(self, hidden_size: int) -> int:
-        """Parameters of the matrices of a layer."""
-        return self.heads * self.width * (3 * hidden_size + 2 * self.width)
+    def num_weights(self, hidden_size: int) -> tuple[int, int]:
+        """Parameters of a layer's matrices and convolutions, and of those that are never quantized."""
+        plain = self.heads * self.width * (2 * self.width + self.kernel)
+        return self.heads * self.width * 3 * hidden_size + plain, plain
 
     def spec(self, dtype: str, heads: int = 0) -> StateSpec:
         """State of a rank with ``heads``; 0: all."""
@@ -217,10 +222,11 @@ class KimiDeltaConfig:
     kernel: int
     """Number of tokens that the short convolution sees."""
 
-    def num_weights(self, hidden_size: int) -> int:
-        """Parameters of the matrices of a layer."""
-        inner = self.heads * self.dim
-        return 4 * hidden_size * inner + 2 * self.dim * (hidden_size + inner) + hidden_size * self.heads
+    def num_weights(self, hidden_size: int) -> tuple[int, int]:
+        """Parameters of a layer's matrices and convolutions, and of those that are never quantized."""
+        values = self.heads * self.dim
+        plain = hidden_size * (self.heads + self.dim) + self.dim * values + 3 * values * self.kernel
+        return hidden_size * (4 * values + self.dim) + self.dim * values + plain, plain
 
     def spec(self, dtype: str, heads: int = 0) -> StateSpec:
         """State of a rank with ``heads``; 0: all."""
@@ -249,9 +255,9 @@ class LightningConfig:
     num_layers: int
     """Number of layers of the model. The decay of a head depends on the share of the layers before it."""
 
-    def num_weights(self, hidden_size: int) -> int:
-        """Parameters of the matrices of a layer."""
-        return 5 * hidden_size * self.heads * self.dim
+    def num_weights(self, hidden_size: int) -> tuple[int, int]:
+        """Parameters of a layer's matrices and convolutions, and of those that are never quantized."""
+        return 5 * hidden_size * self.heads * self.dim, 0
 
     def spec(self, dtype: str, heads: int = 0) -> StateSpec:
         """State of a rank with ``heads``; 0: all."""

@@ -108,7 +108,9 @@ def size_of(config: ModelConfig) -> ModelSize:
     plain = sum(layer in dense_layers for layer in with_mlp)
     num_sparse, num_kv = len(with_mlp) - plain, sum(map(config.has_attention, range(layers)))
     states = state_specs_of(config)
-    state_weights = len(states) * config.state.num_weights(hidden) if config.state else 0
+    state_weights, plain_state_weights = (
+        len(states) * each for each in (config.state.num_weights(hidden) if config.state else (0, 0))
+    )
     layer_weights = num_kv * attention + state_weights + plain * dense + num_sparse * sparse
     stored, shares = stored_format(quantization_config_of(raw)), _gguf_shares(raw, "layers")
     if stored.is_mxfp4:
@@ -134,7 +136,7 @@ def size_of(config: ModelConfig) -> ModelSize:
         stored=stored,
         gguf_layers=shares,
         gguf_head=_gguf_shares(raw, "head"),
-        unquantized_weights=num_kv * absorbed,
+        unquantized_weights=num_kv * absorbed + plain_state_weights,
         value_weights=num_kv * hidden * kv_dim * kv_heads,
         down_weights=plain * dense // matrices + num_sparse * sparse // matrices,
         expert_weights=num_sparse * expert,
