@@ -16,6 +16,7 @@ import encoder_checkpoints
 import families
 import image_checkpoints
 import pytest
+import state_families
 import torch
 import vision_checkpoints
 from config_classes import TABLE, architecture_of, class_of, format_table, table
@@ -66,6 +67,7 @@ def _vision(family: str, rng: Random) -> PreTrainedConfig:
 CONFIGS: dict[str, Callable[[Random], PreTrainedConfig]] = {
     **families.FAMILIES,
     **families.WITH_EXPERTS,
+    **state_families.FAMILIES,
     "Whisper": _whisper,
     **{name: partial(_encoder, name) for name in ("bert", "roberta", "xlm-roberta", "gte", "modernbert")},
     **{name: partial(_image, name) for name in image_checkpoints.FAMILIES},

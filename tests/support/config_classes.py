@@ -33,6 +33,7 @@ TEXT = (
         "olmo3",
     ),
     *("olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "whisper"),
+    *("falcon_mamba", "jamba", "lfm2", "lfm2_moe", "mamba", "recurrent_gemma"),
 )
 """``model_type`` of text models, encoders first, and of the speech model."""
 COMPOSITE = (

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import LayerNorms
 from penstock.checkpoint.experts_config import read_experts
-from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, dense_config, options_of
 from penstock.checkpoint.state_config import MambaConfig, check_kernel
 
 from ..registry import Family
@@ -42,7 +42,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         experts = read_experts(
             raw, "intermediate_size", {"renormalize": False}, dense_layers=dense, module="feed_forward", router="router"
         )
-    kinds = tuple("attention" if layer in with_attention else "state" for layer in range(layers))
+    kinds: tuple[LayerKind, ...] = tuple("attention" if layer in with_attention else "state" for layer in range(layers))
     return replace(config, layer_kinds=kinds, state=state, experts=experts)
 
 

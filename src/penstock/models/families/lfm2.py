@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.checkpoint.decoder_options import LayerNorms
 from penstock.checkpoint.experts_config import read_experts
-from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, dense_config, options_of
 from penstock.checkpoint.state_config import GatedConvolutionConfig, check_kernel
 
 from ..registry import Family
@@ -39,7 +39,7 @@ def _read(raw: ConfigJson, intermediate_size: int) -> ModelConfig:
     if not (types := raw.get("layer_types")):
         with_attention = raw.get("full_attn_idxs")
         types = ["full_attention" if with_attention is None or i in with_attention else "conv" for i in range(layers)]
-    kinds = {"full_attention": "attention", "conv": "state"}
+    kinds: dict[str, LayerKind] = {"full_attention": "attention", "conv": "state"}
     kernel = check_kernel(int(raw.get("conv_L_cache") or 3), "conv_L_cache")
     state = GatedConvolutionConfig(hidden, kernel, bool(raw.get("conv_bias")))
     return replace(config, layer_kinds=tuple(kinds[each] for each in types), state=state, raw=raw)

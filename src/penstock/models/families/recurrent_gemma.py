@@ -5,7 +5,14 @@ import struct
 from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import LayerNorms, NormOptions
-from penstock.checkpoint.model_config import ConfigJson, ModelConfig, activation_of, dense_config, options_of
+from penstock.checkpoint.model_config import (
+    ConfigJson,
+    LayerKind,
+    ModelConfig,
+    activation_of,
+    dense_config,
+    options_of,
+)
 from penstock.checkpoint.rope import rope_parameters_of
 from penstock.checkpoint.state_config import GatedLinearUnitConfig, check_kernel
 from penstock.core import Code, PenstockError
@@ -15,7 +22,7 @@ from ..stored import Stored
 
 NORMS = LayerNorms(before_attention="temporal_pre_norm", before_mlp="channel_pre_norm")
 BLOCK_TYPES = ("recurrent", "recurrent", "attention")
-KINDS = {"recurrent": "state", "attention": "attention"}
+KINDS: dict[str, LayerKind] = {"recurrent": "state", "attention": "attention"}
 
 
 def read_config(raw: ConfigJson) -> ModelConfig:

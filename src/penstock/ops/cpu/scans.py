@@ -21,7 +21,7 @@ def multiply(x: Tensor, gate: Tensor, function: str = "", out: Tensor | None = N
     assert x.shape == gate.shape and x.stride(1) == gate.stride(1) == out.stride(1) == 1
     pointers, strides = (x.data_ptr(), gate.data_ptr(), out.data_ptr()), (x.stride(0), gate.stride(0), out.stride(0))
     code = ACTIVATION_CODES[function] if function else -1
-    _kernels.multiply_rows(*pointers, *x.shape, *strides, code, DTYPE_CODES[x.dtype])
+    _kernels.multiply_rows(*pointers, x.shape[0], x.shape[1], *strides, code, DTYPE_CODES[x.dtype])
     return out
 
 
