@@ -35,6 +35,7 @@ TEXT = (
     *("olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "whisper"),
     *("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax"),
+    *("falcon_mamba", "jamba", "lfm2", "lfm2_moe", "mamba", "recurrent_gemma"),
 )
 """``model_type`` of text models, encoders first, and of the speech model."""
 COMPOSITE = (

@@ -50,9 +50,8 @@ def check_silu(raw: ConfigJson) -> None:
     """Raise ``PenstockError`` (``unsupported``) if the convolution has another activation than SiLU."""
     name = str(raw.get("hidden_act") or "silu")
     if ACTIVATIONS.get(name) != "silu":
-        raise PenstockError(
-            Code.UNSUPPORTED, f"activation {name[:40]!r} is not supported here; supported: silu", "model"
-        )
+        message = f"hidden_act {name[:40]!r} is not supported for Mamba layers; supported is silu"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
 
 
 def step_rank(given: Any, hidden_size: int) -> int:

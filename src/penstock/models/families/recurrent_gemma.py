@@ -5,7 +5,14 @@ import struct
 from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import LayerNorms, NormOptions
-from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, activation_of, dense_config, options_of
+from penstock.checkpoint.model_config import (
+    ConfigJson,
+    LayerKind,
+    ModelConfig,
+    activation_of,
+    dense_config,
+    options_of,
+)
 from penstock.checkpoint.rope import rope_parameters_of
 from penstock.checkpoint.state_config import GatedLinearUnitConfig, check_kernel
 from penstock.core import Code, PenstockError
