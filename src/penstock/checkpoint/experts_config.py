@@ -107,7 +107,8 @@ def read_routing(raw: Mapping[str, Any], num_experts: int, **fields: Any) -> Rou
     if num_experts % routing.groups or not 1 <= routing.top_groups <= routing.groups:
         message = f"n_group is {routing.groups} and topk_group is {routing.top_groups}; n_group must divide the number"
         raise ValueError(f"{message} of experts, {num_experts}, and topk_group must be from 1 to n_group")
-    if not 1 <= routing.top_k <= (most := num_experts // routing.groups * routing.top_groups):
+    most = num_experts // routing.groups * routing.top_groups
+    if not 1 <= routing.top_k <= most:
         message = f"the number of experts per token is {routing.top_k}; it must be from 1 to {most}"
         raise ValueError(f"{message} (the model has {num_experts} experts)")
     return routing

@@ -9,6 +9,35 @@ from penstock.core import Code, PenstockError
 
 from .state_spec import StateSpec, StateTensor
 
+MAX_SIZE = 2**24
+MAX_KERNEL = 8
+"""Largest number of tokens that a short convolution may see; a limit of the CPU kernels."""
+
+
+def check_kernel(kernel: int, field: str) -> int:
+    """Return the number of tokens that a short convolution sees.
+
+    Args:
+        field: field of ``config.json``, for the error message.
+
+    Raises ``PenstockError`` (``unsupported``) for numbers that the kernels do not support.
+    """
+    if not 2 <= kernel <= MAX_KERNEL:
+        message = f"{field} {kernel} is not supported; it must be from 2 to {MAX_KERNEL}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
+    return kernel
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise ``ValueError`` for a size that no model has.
+
+    Args:
+        sizes: sizes by name, for the error message.
+    """
+    for name, size in sizes.items():
+        if not 1 <= size <= MAX_SIZE:
+            raise ValueError(f"{name} is {size}; it must be from 1 to {MAX_SIZE}")
+
 
 @dataclass(frozen=True)
 class GatedDeltaNetConfig:
@@ -87,6 +116,9 @@ class MambaConfig:
     module: str = "mixer"
     """Name of the module in the checkpoint."""
 
+    def __post_init__(self) -> None:
+        check_sizes(channels=self.channels, state_size=self.state_size, step_rank=self.step_rank)
+
     def num_weights(self, hidden_size: int) -> int:
         """Parameters of the matrices of a layer."""
         return self.channels * (3 * hidden_size + 2 * (self.step_rank + self.state_size))
@@ -147,19 +179,3 @@ class GatedLinearUnitConfig:
 
 StateConfig = GatedDeltaNetConfig | GatedConvolutionConfig | MambaConfig | GatedLinearUnitConfig
 """Configuration of a layer with state."""
-MAX_KERNEL = 8
-"""Largest number of tokens that a short convolution may see; a limit of the CPU kernels."""
-
-
-def check_kernel(kernel: int, field: str) -> int:
-    """Return the number of tokens that a short convolution sees.
-
-    Args:
-        field: field of ``config.json``, for the error message.
-
-    Raises ``PenstockError`` (``unsupported``) for numbers that the kernels do not support.
-    """
-    if not 2 <= kernel <= MAX_KERNEL:
-        message = f"{field} {kernel} is not supported; it must be from 2 to {MAX_KERNEL}"
-        raise PenstockError(Code.UNSUPPORTED, message, "model")
-    return kernel
