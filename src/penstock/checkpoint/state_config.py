@@ -7,36 +7,7 @@ from typing import Literal
 
 from penstock.core import Code, PenstockError
 
-from .state_spec import StateSpec, StateTensor
-
-MAX_SIZE = 2**24
-MAX_KERNEL = 8
-"""Largest number of tokens that a short convolution may see; a limit of the CPU kernels."""
-
-
-def check_kernel(kernel: int, field: str) -> int:
-    """Return the number of tokens that a short convolution sees.
-
-    Args:
-        field: field of ``config.json``, for the error message.
-
-    Raises ``PenstockError`` (``unsupported``) for numbers that the kernels do not support.
-    """
-    if not 2 <= kernel <= MAX_KERNEL:
-        message = f"{field} {kernel} is not supported; it must be from 2 to {MAX_KERNEL}"
-        raise PenstockError(Code.UNSUPPORTED, message, "model")
-    return kernel
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raise ``ValueError`` for a size that no model has.
-
-    Args:
-        sizes: sizes by name, for the error message.
-    """
-    for name, size in sizes.items():
-        if not 1 <= size <= MAX_SIZE:
-            raise ValueError(f"{name} is {size}; it must be from 1 to {MAX_SIZE}")
+from .state_spec import StateSpec, StateTensor, check_sizes
 
 
 @dataclass(frozen=True)
@@ -179,3 +150,19 @@ class GatedLinearUnitConfig:
 
 StateConfig = GatedDeltaNetConfig | GatedConvolutionConfig | MambaConfig | GatedLinearUnitConfig
 """Configuration of a layer with state."""
+MAX_KERNEL = 8
+"""Largest number of tokens that a short convolution may see; a limit of the CPU kernels."""
+
+
+def check_kernel(kernel: int, field: str) -> int:
+    """Return the number of tokens that a short convolution sees.
+
+    Args:
+        field: field of ``config.json``, for the error message.
+
+    Raises ``PenstockError`` (``unsupported``) for numbers that the kernels do not support.
+    """
+    if not 2 <= kernel <= MAX_KERNEL:
+        message = f"{field} {kernel} is not supported; it must be from 2 to {MAX_KERNEL}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
+    return kernel

@@ -17,7 +17,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     check_silu(raw)
     config = dense_config(raw, options=options_of(raw, layer_norms=LayerNorms(before_mlp="pre_ff_layernorm")))
     layers, hidden = config.num_layers, config.hidden_size
-    options = replace(config.options, rope_layers=(False,) * layers)
+    config = replace(config, options=replace(config.options, rope_layers=(False,) * layers))
 
     def selected(kind: str, period: int, offset: int) -> list[int]:
         period = int(raw.get(f"{kind}_layer_period") or period)
@@ -43,7 +43,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
             raw, "intermediate_size", {"renormalize": False}, dense_layers=dense, module="feed_forward", router="router"
         )
     kinds: tuple[LayerKind, ...] = tuple("attention" if layer in with_attention else "state" for layer in range(layers))
-    return replace(config, options=options, layer_kinds=kinds, state=state, experts=experts)
+    return replace(config, layer_kinds=kinds, state=state, experts=experts)
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:

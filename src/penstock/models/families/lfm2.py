@@ -12,7 +12,6 @@ from penstock.checkpoint.state_config import GatedConvolutionConfig, check_kerne
 from ..registry import Family
 from ..stored import Stored, part_of
 
-KINDS: dict[str, LayerKind] = {"full_attention": "attention", "conv": "state"}
 NORMS = LayerNorms(before_attention="operator_norm", before_mlp="ffn_norm")
 NAMES = {
     "self_attn.q_norm": "self_attn.q_layernorm",
@@ -40,11 +39,12 @@ def _read(raw: ConfigJson, intermediate_size: int) -> ModelConfig:
     if not (types := raw.get("layer_types")):
         with_attention = raw.get("full_attn_idxs")
         types = ["full_attention" if with_attention is None or i in with_attention else "conv" for i in range(layers)]
-    if len(types) != layers or not KINDS.keys() >= set(types):
-        raise ValueError(f"layer_types must have an entry for each of {layers} layers, one of {', '.join(KINDS)}")
+    kinds: dict[str, LayerKind] = {"full_attention": "attention", "conv": "state"}
     kernel = check_kernel(int(raw.get("conv_L_cache") or 3), "conv_L_cache")
+    if len(types) != layers or not kinds.keys() >= set(types):
+        raise ValueError(f"layer_types must have an entry for each of {layers} layers, one of {', '.join(kinds)}")
     state = GatedConvolutionConfig(hidden, kernel, bool(raw.get("conv_bias")))
-    return replace(config, layer_kinds=tuple(KINDS[each] for each in types), state=state, raw=raw)
+    return replace(config, layer_kinds=tuple(kinds[each] for each in types), state=state, raw=raw)
 
 
 def read_lfm2(raw: ConfigJson) -> ModelConfig:

@@ -5,16 +5,10 @@ import struct
 from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import LayerNorms, NormOptions
-from penstock.checkpoint.model_config import (
-    ConfigJson,
-    LayerKind,
-    ModelConfig,
-    activation_of,
-    dense_config,
-    options_of,
-)
+from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, activation_of, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
-from penstock.checkpoint.state_config import GatedLinearUnitConfig, check_kernel, check_sizes
+from penstock.checkpoint.state_config import GatedLinearUnitConfig, check_kernel
+from penstock.checkpoint.state_spec import check_sizes
 from penstock.core import Code, PenstockError
 
 from ..registry import Family
