@@ -8,7 +8,7 @@ from typing import Literal
 
 from penstock.core import Code, PenstockError
 
-from .state_spec import StateSpec, StateTensor
+from .state_spec import StateSpec, StateTensor, check_sizes
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,9 @@ class MambaConfig:
     norm_eps: float = 1e-6
     module: str = "mixer"
     """Name of the module in the checkpoint."""
+
+    def __post_init__(self) -> None:
+        check_sizes(channels=self.channels, state_size=self.state_size, step_rank=self.step_rank)
 
     def num_weights(self, hidden_size: int) -> tuple[int, int]:
         """Parameters of a layer's matrices and convolutions, and of those that are never quantized."""

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from .kv_spec import ITEM_BYTES
 
+MAX_SIZE = 2**24
+"""Maximum size of a part of a layer; no known model has more."""
+
 
 @dataclass(frozen=True)
 class StateTensor:
@@ -44,3 +47,14 @@ class StateSpec:
 def bytes_per_slot(specs: Sequence[StateSpec], max_drafts: int = 0) -> int:
     """Bytes of a sequence's states in all layers."""
     return sum(spec.bytes_per_slot(max_drafts) for spec in specs)
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise ``ValueError`` for a size that no model has.
+
+    Args:
+        sizes: sizes by name, for the error message.
+    """
+    for name, size in sizes.items():
+        if not 1 <= size <= MAX_SIZE:
+            raise ValueError(f"{name} is {size}; it must be from 1 to {MAX_SIZE}")

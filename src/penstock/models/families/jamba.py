@@ -15,9 +15,9 @@ from .mamba import check_silu, find_parts, step_rank
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     check_silu(raw)
-    layers, hidden = int(raw["num_hidden_layers"]), int(raw["hidden_size"])
-    options = options_of(raw, layer_norms=LayerNorms(before_mlp="pre_ff_layernorm"), rope_layers=(False,) * layers)
-    config = dense_config(raw, options=options)
+    config = dense_config(raw, options=options_of(raw, layer_norms=LayerNorms(before_mlp="pre_ff_layernorm")))
+    layers, hidden = config.num_layers, config.hidden_size
+    config = replace(config, options=replace(config.options, rope_layers=(False,) * layers))
 
     def selected(kind: str, period: int, offset: int) -> list[int]:
         period = int(raw.get(f"{kind}_layer_period") or period)

@@ -29,18 +29,20 @@ NAMES = {
 
 
 def _read(raw: ConfigJson, intermediate_size: int) -> ModelConfig:
-    layers, hidden = int(raw["num_hidden_layers"]), int(raw["hidden_size"])
     fields: dict[str, Any] = {
         "intermediate_size": intermediate_size,
         "rms_norm_eps": raw.get("norm_eps"),
         "tie_word_embeddings": raw.get("tie_embedding", raw.get("tie_word_embeddings")),
     }
     config = dense_config({**raw, **fields}, qk_norm=True, options=options_of({}, layer_norms=NORMS))
+    layers, hidden = config.num_layers, config.hidden_size
     if not (types := raw.get("layer_types")):
         with_attention = raw.get("full_attn_idxs")
         types = ["full_attention" if with_attention is None or i in with_attention else "conv" for i in range(layers)]
     kinds: dict[str, LayerKind] = {"full_attention": "attention", "conv": "state"}
     kernel = check_kernel(int(raw.get("conv_L_cache") or 3), "conv_L_cache")
+    if len(types) != layers or not kinds.keys() >= set(types):
+        raise ValueError(f"layer_types must have an entry for each of {layers} layers, one of {', '.join(kinds)}")
     state = GatedConvolutionConfig(hidden, kernel, bool(raw.get("conv_bias")))
     return replace(config, layer_kinds=tuple(kinds[each] for each in types), state=state, raw=raw)
 
@@ -56,21 +58,24 @@ def read_lfm2(raw: ConfigJson) -> ModelConfig:
 
 
 def read_lfm2_moe(raw: ConfigJson) -> ModelConfig:
+    config = _read(raw, int(raw["intermediate_size"]))
+    num_dense = int(raw.get("num_dense_layers", 2))
+    routing = {
+        "scores": "sigmoid",
+        "renormalize": bool(raw.get("norm_topk_prob", True)),
+        "added_sum": 1e-6,
+        "scale": float(raw.get("routed_scaling_factor", 1.0)),
+    }
     experts = read_experts(
         raw,
         "moe_intermediate_size",
-        {
-            "scores": "sigmoid",
-            "renormalize": bool(raw.get("norm_topk_prob", True)),
-            "added_sum": 1e-6,
-            "scale": float(raw.get("routed_scaling_factor") or 1.0),
-        },
-        dense_layers=frozenset(range(int(raw.get("num_dense_layers", 2)))),
+        routing,
+        dense_layers=frozenset(layer for layer in range(config.num_layers) if layer < num_dense),
         router_bias="expert_bias" if raw.get("use_expert_bias", True) else "",
         module="feed_forward",
         projections=("w1", "w3", "w2"),
     )
-    return replace(_read(raw, int(raw["intermediate_size"])), experts=experts)
+    return replace(config, experts=experts)
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:

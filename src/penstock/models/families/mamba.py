@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from penstock.checkpoint.decoder_options import LayerNorms
-from penstock.checkpoint.model_config import ACTIVATIONS, ConfigJson, ModelConfig, dense_config, options_of
+from penstock.checkpoint.model_config import ACTIVATIONS, ConfigJson, LayerKind, ModelConfig, dense_config, options_of
 from penstock.checkpoint.state_config import MambaConfig, check_kernel
 from penstock.core import Code, PenstockError
 
@@ -40,10 +40,9 @@ def _read(raw: ConfigJson, norms: Literal["none", "unweighted"]) -> ModelConfig:
     config = dense_config(
         {**raw, **fields},
         options=options_of(raw, layer_norms=LayerNorms(before_attention="norm"), separate_mlps=True),
-        layer_kinds=("state",) * int(raw["num_hidden_layers"]),
-        state=state,
     )
-    return replace(config, raw=raw)
+    kinds: tuple[LayerKind, ...] = tuple("state" for _ in range(config.num_layers))
+    return replace(config, raw=raw, layer_kinds=kinds, state=state)
 
 
 def check_silu(raw: ConfigJson) -> None:

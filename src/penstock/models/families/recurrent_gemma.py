@@ -5,16 +5,10 @@ import struct
 from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import LayerNorms, NormOptions
-from penstock.checkpoint.model_config import (
-    ConfigJson,
-    LayerKind,
-    ModelConfig,
-    activation_of,
-    dense_config,
-    options_of,
-)
+from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, activation_of, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
 from penstock.checkpoint.state_config import GatedLinearUnitConfig, check_kernel
+from penstock.checkpoint.state_spec import check_sizes
 from penstock.core import Code, PenstockError
 
 from ..registry import Family
@@ -30,7 +24,9 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     if rope["rope_type"] != "default":
         message = f"rope_type {rope['rope_type']!r:.40} is not supported by RecurrentGemma; supported: default"
         raise PenstockError(Code.UNSUPPORTED, message, "rope_type")
-    layers, heads, hidden = (int(raw[name]) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    fields = {"intermediate_size": int(raw["intermediate_size"]) // 2, "head_dim": None}
+    config = dense_config({**raw, **fields}, output_bias=True, mlp_bias=True)
+    layers, heads, hidden = config.num_layers, config.num_heads, config.hidden_size
     activation = activation_of(str(raw.get("hidden_activation") or "gelu_pytorch_tanh"))
     options = options_of(
         raw,
@@ -41,17 +37,22 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         partial_rotary_factor=rope.get("partial_rotary_factor", 0.5),
         logit_softcap=float(raw.get("logits_soft_cap") or 0),
     )
-    fields = {"intermediate_size": int(raw["intermediate_size"]) // 2, "head_dim": None}
-    config = dense_config({**raw, **fields}, options=options, output_bias=True, mlp_bias=True)
+    width = int(raw.get("lru_width") or hidden)
+    if width % heads:
+        raise ValueError(f"lru_width is {width}; it must be a multiple of num_attention_heads, {heads}")
+    check_sizes(lru_width=width)
     types = [*(raw.get("block_types") or BLOCK_TYPES)]
+    if not KINDS.keys() >= set(types):
+        raise ValueError(f"block_types has {types!r:.60}; the types are {' and '.join(KINDS)}")
     state = GatedLinearUnitConfig(
         heads,
-        int(raw.get("lru_width") or hidden) // heads,
+        width // heads,
         check_kernel(int(raw.get("conv1d_width") or 4), "conv1d_width"),
         activation,
     )
     return replace(
         config,
+        options=options,
         layer_kinds=tuple(KINDS[types[layer % len(types)]] for layer in range(layers)),
         sliding_windows=(int(raw.get("attention_window_size") or 2048),) * layers,
         state=state,
