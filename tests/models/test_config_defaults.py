@@ -80,7 +80,12 @@ def whole(config: PreTrainedConfig) -> dict[str, Any]:
     text = config.get_text_config(decoder=True) if config.model_type != "whisper" else config
     if getattr(text, "rope_parameters", None):
         text.standardize_rope_params()
-    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+
+    def number(value: dict[str, Any]) -> Any:
+        """transformers writes infinity as an object."""
+        return float(value["__float__"]) if "__float__" in value else value
+
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False), object_hook=number)
     return found
 
 

@@ -13,6 +13,8 @@ from ..stored import Stored
 
 PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Character of ``hybrid_override_pattern`` → layer type."""
+DEFAULT_PATTERN = "ME*-"
+"""Pattern of a configuration without layer types."""
 WHOLE = {"model.embed_tokens": "model.embeddings", "model.norm": "model.norm_f"}
 NAMES = {"self_attn": "mixer", "mlp": "mixer", "c_fc": "up_proj", "c_proj": "down_proj"}
 
@@ -62,7 +64,7 @@ def layer_types(raw: ConfigJson) -> list[str]:
     """Type of each layer, from ``layers_block_type`` or ``hybrid_override_pattern``."""
     if types := raw.get("layers_block_type") or raw.get("layer_types"):
         return list(types)
-    pattern = str(raw["hybrid_override_pattern"])
+    pattern = str(raw.get("hybrid_override_pattern") or DEFAULT_PATTERN)
     if unknown := set(pattern).difference(PATTERN):
         raise ValueError(f"hybrid_override_pattern has {min(unknown)!r}; it must consist of {' '.join(PATTERN)}")
     return [PATTERN[each] for each in pattern]
