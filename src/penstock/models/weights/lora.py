@@ -221,9 +221,10 @@ def _rows_of_tensors(
     totals: dict[str, int] = {}
     for name in targets if find_stored else ():
         stored = find_stored(name) if find_stored else None
-        if stored and (stored.ranges or stored.name != name):
-            found[stored.name][name] = [row for first, end in stored.ranges for row in range(first, end)]
-            totals[stored.name] = stored.total if stored.ranges else 0
+        for whole in (stored.name, stored.other) if stored else ():
+            if stored and whole and (stored.ranges or whole != name):
+                found[whole][name] = [row for first, end in stored.ranges for row in range(first, end)]
+                totals[whole] = stored.total if stored.ranges else 0
     return {whole: parts for whole, parts in found.items() if totals[whole] == len({*itertools.chain(*parts.values())})}
 
 
