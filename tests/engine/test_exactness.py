@@ -104,9 +104,7 @@ def start(checkpoint: Path, kind: str, **options: Any) -> Engine:
     fixed = {"model": str(folder), "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     fixed |= {"ops": OPS, "device": "cuda" if OPS == "cuda" else "auto"}
     fixed |= {"block_size": BLOCK, "max_model_len": LONGEST, "weight_cache_dir": "none"}
-    if STATES in more:
-        options["preemption_mode"] = "recompute"  # states are not swapped
-    else:
+    if STATES not in more:
         fixed["lora_modules"] = tuple(f"{name}={checkpoint / name}" for name in ADAPTERS)
     engine = Engine(EngineOptions(**{"num_gpu_blocks_override": 400} | fixed | options))
     engine.set_vocabulary(vocabulary)

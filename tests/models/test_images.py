@@ -12,6 +12,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterator
+from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
@@ -47,6 +48,8 @@ MODELS = {
     "qwen2-vl": checkpoints.qwen2_vl,
     "qwen2.5-vl": checkpoints.qwen2_5_vl,
     "qwen3-vl": checkpoints.qwen3_vl,
+    "qwen3.5": checkpoints.qwen3_5,
+    "qwen3.5-moe": checkpoints.qwen3_5_moe,
     "ernie4.5-vl": checkpoints.ernie4_5_vl,
 }
 PICTURES = [noise(seed, *size) for seed, size in enumerate([(40, 56), (100, 60), (17, 70), (24, 24)])]
@@ -88,6 +91,26 @@ def table(model: PreTrainedModel, tokens: list[int], images: list[Image.Image]) 
     return logits.float().log_softmax(-1)
 
 
+def has_state(model: PreTrainedModel) -> bool:
+    """Whether a model has linear attention."""
+    return "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
+def errors(
+    model: PreTrainedModel, tokens: list[int], images: list[Image.Image], found: list[float]
+) -> tuple[float, float]:
+    """Largest errors of the log probabilities ``found`` of ``tokens[1:]``, and of those of transformers in float32.
+    They are relative to float64 for models with linear attention, which amplifies rounding errors, and else to
+    float32."""
+    rows, following = range(len(tokens) - 1), tokens[1:]
+    library = exact = table(model, tokens, images)[rows, following]
+    if has_state(model):
+        precise = deepcopy(model).double()
+        precise.set_experts_implementation("eager")  # other implementations do not compute in float64
+        exact = table(precise, tokens, images)[rows, following]
+    return tuple(float((each - exact).abs().max()) for each in (torch.tensor(found), library))  # type: ignore[return-value]
+
+
 SIZE = {"shortest_edge": 256, "longest_edge": 4096}
 
 
@@ -104,6 +127,7 @@ def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[Path, PreTrai
     with_prompt_logprobs = SamplingParams(temperature=0, max_tokens=8, logprobs=0, prompt_logprobs=0, ignore_eos=True)
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
     outputs = llm.generate(prompts, with_prompt_logprobs, use_tqdm=False)
+    pairs = []
     for images, output in zip(shown, outputs, strict=True):
         (completion,) = output.outputs
         expected = table(model, output.prompt_token_ids + completion.token_ids, images)
@@ -113,8 +137,9 @@ def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[Path, PreTrai
             next(iter(position.values())).logprob
             for position in [*(output.prompt_logprobs or [])[1:], *completion.logprobs]
         ]
-        tokens = (output.prompt_token_ids + completion.token_ids)[1:]
-        assert found == pytest.approx(expected[range(len(tokens)), tokens].tolist(), abs=2e-5)
+        pairs.append(errors(model, output.prompt_token_ids + completion.token_ids, images, found))
+    error, library_error = map(max, zip(*pairs, strict=True))
+    assert error <= max(2e-5, 3 * library_error)
     again = llm.generate(prompts, params, use_tqdm=False)
     assert any(output.num_cached_tokens for output in again)
     assert [output.outputs[0].token_ids for output in again] == [output.outputs[0].token_ids for output in outputs]
@@ -135,7 +160,8 @@ def test_rope_theta_of_vision_config_is_used(family: str, tmp_path: Path) -> Non
     tokens = output.prompt_token_ids
     reported = [next(iter(position.values())).logprob for position in (output.prompt_logprobs or [])[1:]]
     before, after = (table(each, tokens, PICTURES[:1])[range(len(tokens) - 1), tokens[1:]] for each in (model, changed))
-    assert reported == pytest.approx(after.tolist(), abs=2e-5)
+    error, library_error = errors(changed, tokens, PICTURES[:1], reported)
+    assert error <= max(2e-5, 3 * library_error)
     assert (before - after).abs().max() > 1e-3
 
 
@@ -161,7 +187,7 @@ def test_drawn_configs_match_transformers(family: str, tmp_path: Path) -> None:
             [next(iter(position.values())).logprob for position in (output.prompt_logprobs or [])[1:] if position]
         )
         library = table(model, tokens, images)[range(len(tokens) - 1), tokens[1:]]
-        if family in ("qwen3-vl-moe", "ernie4.5-vl"):
+        if family in ("qwen3-vl-moe", "qwen3.5-moe", "ernie4.5-vl"):
             model.set_experts_implementation("eager")  # other implementations do not compute in float64
         exact = table(model.double(), tokens, images)[range(len(tokens) - 1), tokens[1:]]
         ours, theirs = ((each - exact).square().mean().sqrt() for each in (reported, library))
@@ -244,8 +270,9 @@ def test_planned_sizes_equal_the_matrices_of_the_model(pair: tuple[Path, PreTrai
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("offloading", [0.0, 0.01])
 def test_prefix_cache_distinguishes_images(pair: tuple[Path, PreTrainedModel], offloading: float) -> None:
-    """Prompts with equal tokens share the prefix before the first different image, also in the host tier."""
-    folder, _ = pair
+    """Prompts with equal tokens share the prefix before the first different image, also in the host tier. With linear
+    attention, they share at most that: up to a snapshot of the state."""
+    folder, model = pair
     llm = LLM(folder, kv_offloading_size=offloading, **SMALL | {"num_gpu_blocks_override": 32 if offloading else 100})
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
     first, second, third = noise(1, 40, 56), noise(2, 40, 56), noise(3, 40, 56)
@@ -261,9 +288,11 @@ def test_prefix_cache_distinguishes_images(pair: tuple[Path, PreTrainedModel], o
     _, alone = ask(first, second)
     assert ask(first, second) == (80, alone)  # only the block with the last of 96 tokens is computed
     cached, other = ask(first, third)
-    assert cached == 48 and other != alone  # up to the block with the second image's first placeholder
+    assert (
+        cached == 48 or (has_state(model) and cached < 48)
+    ) and other != alone  # up to the block with the second image's first placeholder
     cached, swapped = ask(second, first)
-    assert cached == 16 and swapped not in (alone, other)
+    assert (cached == 16 or (has_state(model) and cached < 16)) and swapped not in (alone, other)
     assert ask(first, third)[1] == other and ask(second, first)[1] == swapped
 
 

@@ -152,11 +152,10 @@ def test_drafts_of_mtp_layer_do_not_change_outputs(family: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"preemption_mode": "swap"}, "preemption_mode"),
         ({"speculative_config": json.dumps({"model": "SELF", "speculative_token_tree": "[(0,), (1,)]"})}, "tree"),
         ({"role": "prefill", "pipeline_parallel_size": 2}, "role"),
     ],
-    ids=["swap", "tree", "role"],
+    ids=["tree", "role"],
 )
 def test_unsupported_options_are_refused_by_name(options: dict[str, Any], named: str, tmp_path: Path) -> None:
     draw("Qwen3Next", 0, tmp_path)
@@ -203,28 +202,3 @@ def test_planned_weight_bytes_equal_the_checkpoint(family: str, tmp_path: Path) 
         if each.dim() > 1 and not name.endswith(("norm.weight", "A_log", "bias"))
     }
     assert weight_bytes(model_size_of(read_config_json(tmp_path)), dtype="float32") == 4 * sum(matrices.values())
-
-
-@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
-def test_composite_qwen3_5_runs_text_and_refuses_images(family: str, tmp_path: Path) -> None:
-    model = draw(family, 0, tmp_path)
-    path = tmp_path / "config.json"
-    text = json.loads(path.read_text())
-    names = {
-        "architectures": [f"{family}ForConditionalGeneration"],
-        "model_type": text["model_type"].removesuffix("_text"),
-    }
-    path.write_text(json.dumps({**names, "tie_word_embeddings": text["tie_word_embeddings"], "text_config": text}))
-    tensors = load_file(tmp_path / "model.safetensors")
-    renamed = {
-        f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name: tensor
-        for name, tensor in tensors.items()
-    }
-    save_file(renamed, tmp_path / "model.safetensors")
-    llm = LLM(tmp_path, **OPTIONS)
-    with torch.inference_mode():
-        expected = model(torch.tensor([PROMPTS[2]])).logits[0, -1].argmax().item()
-    (output,) = llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
-    assert output.outputs[0].token_ids[0] == expected
-    with pytest.raises(PenstockError, match="images: are not supported by this model"):
-        llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}])

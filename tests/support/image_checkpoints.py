@@ -22,6 +22,10 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -68,6 +72,22 @@ IDS = {
     "vision_end_token_id": VISION_END,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+SHARED_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED_EXPERTS |= {"shared_expert_intermediate_size": 40}
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
 PATCH = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 
 
@@ -100,6 +120,23 @@ def qwen3_vl_moe(**changes: Any) -> Qwen3VLMoeForConditionalGeneration:
     text = TEXT | {"num_hidden_layers": 3, "head_dim": 16, "rope_parameters": rope} | EXPERTS | changes
     config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **IDS)
     return Qwen3VLMoeForConditionalGeneration(config)
+
+
+def qwen3_5(**changes: Any) -> Qwen3_5ForConditionalGeneration:
+    """Qwen3.5 with gated delta nets in two of three decoder layers, and half of a head rotated."""
+    vision = {"depth": 4, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 44, **PATCH}
+    vision |= {"num_position_embeddings": 36}
+    text = TEXT | {"num_hidden_layers": 3, "head_dim": 32, **DELTA_NET} | changes
+    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision, **IDS))
+
+
+def qwen3_5_moe(**changes: Any) -> Qwen3_5MoeForConditionalGeneration:
+    """``qwen3_5`` with experts."""
+    vision = {"depth": 4, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 44, **PATCH}
+    vision |= {"num_position_embeddings": 36}
+    text = TEXT | {"num_hidden_layers": 3, "head_dim": 32, **DELTA_NET, **SHARED_EXPERTS} | changes
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **IDS)
+    return Qwen3_5MoeForConditionalGeneration(config)
 
 
 ERNIE_IDS = {
@@ -152,6 +189,12 @@ def draw(family: str, rng: Random) -> PreTrainedModel:
         text |= {"num_experts": rng.choice([4, 7]), "num_experts_per_tok": rng.choice([1, 3])}
         text |= {"moe_intermediate_size": rng.choice([20, 36]), "decoder_sparse_step": rng.choice([1, 2])}
         text |= {"mlp_only_layers": rng.choice([None, [0]])}
+    if "qwen3.5" in family:
+        rope = {"partial_rotary_factor": 1.0, "mrope_section": sections}
+        text |= DELTA_NET | {"layer_types": ["linear_attention", *["full_attention"] * (depth - 1)]}
+        text["rope_parameters"] = {**text["rope_parameters"], **rope}
+    if family == "qwen3.5-moe":
+        text |= SHARED_EXPERTS
     if family == "ernie4.5-vl":
         turns = rng.randint(1, (half - 1) // 2)
         text["rope_parameters"] |= {"mrope_section": [turns, turns, half - 2 * turns]}
@@ -171,6 +214,8 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2.5-vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen3-vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     "qwen3-vl-moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
+    "qwen3.5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3.5-moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
     "ernie4.5-vl": (Ernie4_5_VLMoeConfig, Ernie4_5_VLMoeForConditionalGeneration),
 }
 

@@ -12,7 +12,8 @@ from .model_config import ACTIVATIONS as TEXT_ACTIVATIONS
 from .model_config import ModelConfig, activation_of
 
 QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
-QWEN3_VL = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+QWEN3_VL = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", *QWEN3_5)
 QWEN_VL = ("Qwen2VLForConditionalGeneration", QWEN2_5_VL, *QWEN3_VL)
 """Architectures of Qwen's vision-language models."""
 ERNIE_VL = "Ernie4_5_VLMoeForConditionalGeneration"
@@ -166,16 +167,16 @@ def feature_layers(given: Any, depth: int) -> tuple[int, ...]:
 
 
 def with_mrope(config: ModelConfig, default: tuple[int, int, int]) -> ModelConfig:
-    """A configuration with M-RoPE: sections of each head for positions in time, height and width.
+    """A configuration with M-RoPE: sections of each head's rotated half for positions in time, height and width.
 
     Args:
         default: default of ``mrope_section``.
 
-    Raises ``ValueError`` for sections that do not add up to half of a head.
+    Raises ``ValueError`` for sections that do not add up to half of a head's rotated dimensions.
     """
     rope = config.rope_parameters
     sections = [int(size) for size in rope.get("mrope_section") or default]
-    if len(sections) != 3 or 2 * sum(sections) != config.head_dim:
-        raise ValueError(f"mrope_section is {sections}; it must be 3 numbers with the sum {config.head_dim // 2}")
+    if len(sections) != 3 or 2 * sum(sections) != config.rotary_dim:
+        raise ValueError(f"mrope_section is {sections}; it must be 3 numbers with the sum {config.rotary_dim // 2}")
     kind = "default" if rope["rope_type"] == "mrope" else rope["rope_type"]
     return replace(config, rope_parameters={**rope, "rope_type": kind, "mrope_section": sections})

@@ -75,12 +75,13 @@ def _check_states(options: EngineOptions, config: ModelConfig, speculative: Spec
             and (options.pipeline_parallel_size > 1 or not any(map(config.has_attention, range(config.num_layers)))),
             "states are transferred beside keys and values, and without pipeline stages",
         ),
-        "preemption_mode": (options.preemption_mode == "swap", "states are not swapped; use recompute"),
         "speculative_config": (
             speculative is not None and speculative.tree is not None,
             "its token tree has several paths, but a sequence has one state; remove speculative_token_tree",
         ),
     }
+    if options.preemption_mode == "swap":
+        logger.warning("preemption_mode swap: recurrent states are not swapped; preempted sequences are recomputed")
     for name, (is_given, reason) in unsupported.items():
         if is_given:
             message = f"{name}: {getattr(options, name)} is not supported for {config.architecture}: {reason}"

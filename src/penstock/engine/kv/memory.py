@@ -75,7 +75,8 @@ def count_snapshots(options: EngineOptions, profile: MemoryProfile) -> int:
 
 
 def count_host_blocks(options: EngineOptions, profile: MemoryProfile) -> int:
-    """Number of blocks in host memory for swapping: ``swap_space``, with ``preemption_mode`` ``swap``; else 0."""
-    if options.preemption_mode != "swap":
+    """Number of blocks in host memory for swapping: ``swap_space``, with ``preemption_mode`` ``swap``; else 0.
+    Recurrent states are not swapped: sequences with a state are recomputed."""
+    if options.preemption_mode != "swap" or profile.state_bytes:
         return 0
     return int(options.swap_space * 2**30) // profile.host_block_bytes

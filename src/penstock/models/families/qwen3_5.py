@@ -1,6 +1,9 @@
-"""Qwen3.5 (Qwen Team, 2026): Qwen3-Next's layers with separate projections, dense or with a mixture of experts."""
+"""Qwen3.5 (Qwen Team, 2026): Qwen3-Next's layers with separate projections, dense or with a mixture of experts, and
+Qwen3-VL's vision tower without DeepStack."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from penstock.checkpoint.decoder_options import NormOptions
@@ -8,14 +11,13 @@ from penstock.checkpoint.experts_config import read_experts
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
 from penstock.checkpoint.state_config import GatedDeltaNetConfig
+from penstock.checkpoint.vision_config import QWEN3_5, with_mrope
 from penstock.core import Code, PenstockError
 
-from ..registry import Family
+from ..registry import Family, imported
 from ..stored import Stored, part_of
 from .qwen3_next import delta_net_config, find_convolution, layer_types
-
-WITH_VISION = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
-"""Architectures with a vision tower, which is not loaded: prompts are text only."""
+from .qwen3_vl import read_vision_config
 
 
 def read_config(raw: ConfigJson, **overrides: Any) -> ModelConfig:
@@ -42,8 +44,23 @@ def read_moe_config(raw: ConfigJson) -> ModelConfig:
     return replace(read_config({"intermediate_size": size, **raw}), experts=experts, raw=raw)
 
 
+def read_vision(read_text: Callable[[ConfigJson], ModelConfig], raw: ConfigJson) -> ModelConfig:
+    """Read the configuration of a model with a vision tower.
+
+    Args:
+        read_text: reader of the language model's configuration.
+    """
+    raw = {**raw, "vision_config": {**raw["vision_config"], "deepstack_visual_indexes": ()}}
+    config, vision = read_text(raw), read_vision_config(raw)
+    weights = vision.weights() + vision.grid**2 * vision.size
+    rope = rope_parameters_of(raw)
+    return replace(with_mrope(replace(config, rope_parameters=rope), (11, 11, 10)), raw=raw, vision_weights=weights)
+
+
 def find_stored(config: ModelConfig, name: str) -> Stored:
     """Parts of ``in_proj_qkv`` and ``conv1d``; names in models with a vision tower."""
+    if name.startswith("visual."):
+        return Stored(f"model.{name}")
     parent, _, last = name.rpartition(".")
     net = config.state
     assert isinstance(net, GatedDeltaNetConfig)
@@ -53,10 +70,13 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
         stored = part_of(f"{parent}.in_proj_qkv", sizes, "qkv".index(last[-1]))
     else:
         stored = find_convolution(config, name)
-    if config.architecture in WITH_VISION and stored.name.startswith("model."):
+    if config.has_vision and stored.name.startswith("model."):
         return replace(stored, name=f"model.language_model.{stored.name.removeprefix('model.')}")
     return stored
 
 
-DENSE = Family(("Qwen3_5ForCausalLM", WITH_VISION[0]), read_config, find_stored=find_stored)
-MOE = Family(("Qwen3_5MoeForCausalLM", WITH_VISION[1]), read_moe_config, find_stored=find_stored)
+BUILD = imported("penstock.models.vision.qwen3_vl:build")
+DENSE = Family(("Qwen3_5ForCausalLM",), read_config, find_stored=find_stored)
+MOE = Family(("Qwen3_5MoeForCausalLM",), read_moe_config, find_stored=find_stored)
+VISION = Family((QWEN3_5[0],), partial(read_vision, read_config), BUILD, find_stored=find_stored)
+VISION_MOE = Family((QWEN3_5[1],), partial(read_vision, read_moe_config), BUILD, find_stored=find_stored)

@@ -150,7 +150,7 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Dec
         return DeepstackMLP(context.ops, inner, deepstack[layer]) if layer < len(deepstack) else inner
 
     decoder = Decoder(context, config, num_mtp_heads, mlp=mlp)
-    table = context.rope_table(config.head_dim, config.rope_parameters, config.max_position_embeddings)
+    table = context.rope_table(config.rotary_dim, config.rope_parameters, config.max_position_embeddings)
     mrope = MRoPE(table, context.max_len, config.rope_parameters["mrope_section"], interleaved=True)
     decoder.vision = Qwen3VisionTower(context, vision, mrope, decoder.embed, deepstack)
     return decoder
