@@ -687,6 +687,15 @@ void multiply_silu(Address x, Address gate, Address out, int64_t rows, int64_t w
               MultiplyGate{ptr<void>(x), ptr<void>(gate), ptr<void>(out), width, stride, gate_stride, out_stride, Type(type)});
 }
 
+// Rows of x, each followed by a row of y.
+void concatenate(Address x, Address y, Address out, int64_t rows, int64_t x_bytes, int64_t y_bytes) {
+  submit_rows(rows, [=](int64_t row) {
+    char* to = ptr<char>(out) + row * (x_bytes + y_bytes);
+    memcpy(to, ptr<char>(x) + row * x_bytes, x_bytes);
+    memcpy(to + x_bytes, ptr<char>(y) + row * y_bytes, y_bytes);
+  });
+}
+
 // Waits for the other ranks.
 void barrier(Group& group) {
   submit({0, 0}, [&group](Size) { group.barrier(); });
@@ -813,6 +822,7 @@ NB_MODULE(_kernels, m) {
   m.def("gated_norm", &gated_norm, free);
   m.def("multiply_gate", &multiply_gate, free);
   m.def("multiply_silu", &multiply_silu, free);
+  m.def("concatenate", &concatenate, free);
   m.def("linear", &linear, free);
   m.def("linear_activation_and_mul", &gated, free);
   m.def("add_lora", &add_lora, free);

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3NextConfig,
+    Zamba2Config,
 )
 
 
@@ -168,6 +169,34 @@ def falcon_h1(rng: Random) -> PreTrainedConfig:
     )
 
 
+def zamba2(rng: Random) -> PreTrainedConfig:
+    hidden, heads = rng.choice((64, 96)), rng.choice((2, 4))
+    return Zamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=rng.choice((96, 128)),
+        num_hidden_layers=5,
+        layers_block_type=layer_types(rng, 5, "linear_attention", "hybrid", "hybrid"),
+        num_attention_heads=heads,
+        num_mem_blocks=rng.choice((1, 2)),
+        mamba_d_state=rng.choice((16, 24)),
+        mamba_d_conv=rng.choice((2, 4)),
+        mamba_ngroups=rng.choice((1, 2)),
+        n_mamba_heads=rng.choice((4, 8)),
+        time_step_min=rng.choice((0.001, 0.3)),
+        add_bias_linear=flag(rng),
+        use_shared_attention_adapter=flag(rng),
+        adapter_rank=16,
+        use_mem_rope=flag(rng),
+        hidden_act=rng.choice(("gelu", "silu")),
+        max_position_embeddings=512,
+        tie_word_embeddings=flag(rng),
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+
+
 FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Qwen3Next": qwen3_next,
     "Mamba2": mamba2,
@@ -175,6 +204,7 @@ FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "GraniteMoeHybrid": granite_hybrid,
     "NemotronH": nemotron_h,
     "FalconH1": falcon_h1,
+    "Zamba2": zamba2,
 }
 """Functions that draw a configuration, by the architecture's name without ``ForCausalLM``."""
 

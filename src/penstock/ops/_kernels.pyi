@@ -412,6 +412,7 @@ def multiply_gate(
     type: int,
     /,
 ) -> None: ...
+def concatenate(x: int, y: int, out: int, rows: int, x_bytes: int, y_bytes: int, /) -> None: ...
 def multiply_silu(
     x: int,
     gate: int,

@@ -78,3 +78,12 @@ def multiply_silu(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
     pointers = x.data_ptr(), gate.data_ptr(), out.data_ptr()
     _kernels.multiply_silu(*pointers, x.shape[0], x.shape[1], *strides, DTYPE_CODES[x.dtype])
     return out
+
+
+def concatenate(x: Tensor, y: Tensor) -> Tensor:
+    """See ``reference.concatenate``."""
+    assert x.is_contiguous() and y.is_contiguous()
+    out = empty((x.shape[0], x.shape[1] + y.shape[1]), x.dtype)
+    sizes = x.shape[1] * x.element_size(), y.shape[1] * y.element_size()
+    _kernels.concatenate(x.data_ptr(), y.data_ptr(), out.data_ptr(), x.shape[0], *sizes)
+    return out

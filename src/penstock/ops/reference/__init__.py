@@ -41,7 +41,7 @@ from .matrix import (
     packed_tensors,
     supports,
 )
-from .state_space import multiply_silu, state_space
+from .state_space import concatenate, multiply_silu, state_space
 from .states import gated_delta_rule, gated_rms_norm, multiply_gate, short_convolution
 
 NAME = "reference"

@@ -75,3 +75,8 @@ def multiply_silu(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
     """
     result = (x.float() * F.silu(gate.float())).to(x.dtype)
     return result if out is None else out.copy_(result)
+
+
+def concatenate(x: Tensor, y: Tensor) -> Tensor:
+    """The rows of ``[tokens, a]``, each followed by a row of ``[tokens, b]``. Returns ``[tokens, a + b]``."""
+    return torch.cat((x, y), -1)
