@@ -221,7 +221,9 @@ class DecoderLayer:
         self._residual_scale = options.residual_scale
         self._attention_scales = options.attention_scales
         self._before_attention = norm(names.before_attention, mixes)
-        self.attention = attention(context, config, number, f"{name}.self_attn") if config.has_attention(number) else None
+        self.attention = (
+            attention(context, config, number, f"{name}.self_attn") if config.has_attention(number) else None
+        )
         self.state = state(context, config, number, name) if config.has_state(number) else None
         self._after_attention = norm(names.after_attention, mixes)
         self._before_mlp = norm(names.before_mlp, has_mlp)

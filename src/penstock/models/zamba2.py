@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -72,6 +73,7 @@ class SharedBlock:
 
     def __init__(self, context: BuildContext, config: ModelConfig, name: str) -> None:
         self._ops, self._group, self._dtype = context.ops, context.group, context.dtype
+        context = replace(context, max_loras=0)  # an adapter is for a single layer, but layers share these modules
         hidden, eps, bias = config.hidden_size, config.rms_norm_eps, config.mlp_bias
         self.attention_norm = RMSNorm(context, f"{name}.input_layernorm", 2 * hidden, eps)
         self.mlp_norm = RMSNorm(context, f"{name}.pre_ff_layernorm", hidden, eps)

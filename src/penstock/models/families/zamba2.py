@@ -82,8 +82,8 @@ def _layer_weights(config: ModelConfig, raw: ConfigJson) -> int:
     if raw.get("use_shared_attention_adapter"):
         adapter += 3 * rank * (2 * hidden + outputs)
     assert config.state
-    shared = min(int(raw["num_mem_blocks"]), uses) * block
-    return shared + uses * (adapter + hidden**2) + config.num_layers * config.state.weights(hidden)
+    blocks = {block_name(config, layer) for layer in hybrid_layers(config)}
+    return len(blocks) * block + uses * (adapter + hidden**2) + config.num_layers * config.state.weights(hidden)
 
 
 def hybrid_layers(config: ModelConfig) -> list[int]:
@@ -92,8 +92,11 @@ def hybrid_layers(config: ModelConfig) -> list[int]:
 
 
 def block_name(config: ModelConfig, layer: int) -> str:
-    """Module in the checkpoint with the shared block of a layer: that of the first layer with the same block."""
+    """Module in the checkpoint with the shared block of a layer: that of the first layer with the same block. Without
+    tied embeddings, transformers does not tie the blocks either."""
     layers = hybrid_layers(config)
+    if not config.tie_word_embeddings:
+        return f"model.layers.{layer}.shared_transformer"
     first = layers[layers.index(layer) % int(config.raw["num_mem_blocks"])]
     return f"model.layers.{first}.shared_transformer"
 
