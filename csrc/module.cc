@@ -720,6 +720,15 @@ void multiply_rows(Address x, Address gate, Address out, int64_t rows, int64_t w
                            activation >= 0, Activation(activation), Type(type)});
 }
 
+// Rows of x, each followed by a row of y.
+void concatenate(Address x, Address y, Address out, int64_t rows, int64_t x_bytes, int64_t y_bytes) {
+  submit_rows(rows, [=](int64_t row) {
+    char* to = ptr<char>(out) + row * (x_bytes + y_bytes);
+    memcpy(to, ptr<char>(x) + row * x_bytes, x_bytes);
+    memcpy(to + x_bytes, ptr<char>(y) + row * y_bytes, y_bytes);
+  });
+}
+
 // Waits for the other ranks.
 void barrier(Group& group) {
   submit({0, 0}, [&group](Size) { group.barrier(); });
@@ -848,6 +857,7 @@ NB_MODULE(_kernels, m) {
   m.def("selective_scan", &selective_scan, free);
   m.def("gated_linear_unit", &gated_linear_unit, free);
   m.def("multiply_rows", &multiply_rows, free);
+  m.def("concatenate", &concatenate, free);
   m.def("linear", &linear, free);
   m.def("linear_activation_and_mul", &gated, free);
   m.def("add_lora", &add_lora, free);

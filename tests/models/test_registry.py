@@ -106,5 +106,5 @@ def test_layers_may_have_different_numbers_of_kv_heads(families: None, tmp_path:
 def test_unknown_architecture_is_refused(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL), tmp_path)
     as_architecture(tmp_path, "MixedForCausalLM")
-    with pytest.raises(PenstockError, match=r"architecture MixedForCausalLM is not supported; supported: Bert"):
+    with pytest.raises(PenstockError, match=r"architecture MixedForCausalLM is not supported; supported: Bamba"):
         tokens(tmp_path)

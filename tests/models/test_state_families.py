@@ -168,7 +168,7 @@ def test_unsupported_options_are_refused_by_name(options: dict[str, Any], named:
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "Zamba2"])  # PEFT cannot adapt it
 def test_adapter_of_projections_matches_peft(family: str, tmp_path: Path) -> None:
     """The adapter changes all linear modules of attention and recurrent layers, except those of ``NOT_ADAPTED``."""
     model = draw(family, 0, tmp_path)

@@ -34,7 +34,7 @@ TEXT = (
         "olmo3",
     ),
     *("olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "whisper"),
-    *("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"),
+    *("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax"),
 )
 """``model_type`` of text models, encoders first, and of the speech model."""

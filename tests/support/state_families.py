@@ -31,6 +31,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     RecurrentGemmaConfig,
+    Zamba2Config,
 )
 
 
@@ -345,6 +346,34 @@ def split_convolutions(config: PreTrainedConfig, path: Path) -> None:
     save_file(tensors, path)
 
 
+def zamba2(rng: Random) -> PreTrainedConfig:
+    hidden, heads = rng.choice((64, 96)), rng.choice((2, 4))
+    return Zamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=rng.choice((96, 128)),
+        num_hidden_layers=4,
+        layers_block_type=layer_types(rng, 4, "linear_attention", "hybrid", "hybrid"),
+        num_attention_heads=heads,
+        num_mem_blocks=rng.choice((1, 2)),
+        mamba_d_state=rng.choice((16, 24)),
+        mamba_d_conv=rng.choice((2, 4)),
+        mamba_ngroups=rng.choice((1, 2)),
+        n_mamba_heads=rng.choice((4, 8)),
+        time_step_min=rng.choice((0.001, 0.1)),
+        add_bias_linear=flag(rng),
+        use_shared_attention_adapter=flag(rng),
+        adapter_rank=16,
+        use_mem_rope=flag(rng),
+        hidden_act=rng.choice(("gelu", "silu")),
+        max_position_embeddings=512,
+        tie_word_embeddings=flag(rng),
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+
+
 FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Qwen3Next": qwen3_next,
     "Mamba2": mamba2,
@@ -352,6 +381,7 @@ FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "GraniteMoeHybrid": granite_hybrid,
     "NemotronH": nemotron_h,
     "FalconH1": falcon_h1,
+    "Zamba2": zamba2,
     "Lfm2": lfm2,
     "Lfm2Moe": lfm2_moe,
     "Mamba": mamba,

@@ -78,6 +78,8 @@ class Mamba2Config:
     """Limits of the step (``dt``), after softplus."""
     norm: bool = True
     """False: multiply by SiLU of the gate, without a norm."""
+    norm_eps: float = 0.0
+    """Epsilon of the norm; 0: same as of other norms."""
     gate_first: bool = True
     """Multiply by the gate before the norm; False: after it."""
     input_scale: float = 1.0

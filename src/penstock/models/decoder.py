@@ -40,6 +40,9 @@ class Decoder(BaseModel):
         attention, mlp: factories of the attention and the MLP in each layer.
     """
 
+    EMBEDS_IN_ALL_STAGES = False
+    """All pipeline stages have the embedding."""
+
     def __init__(
         self,
         context: BuildContext,
@@ -51,14 +54,14 @@ class Decoder(BaseModel):
         super().__init__(context, config)
 
         def layer(number: int) -> DecoderLayer:
-            return DecoderLayer(context, config, number, attention, mlp)
+            return self._make_layer(context, number, attention, mlp)
 
         self._expert_load = context.expert_load
         self._embedding_scale = float(torch.tensor(config.options.embedding_scale, dtype=context.dtype))
         self._first_kv_head = shard_heads(context.group, config.num_heads, config.num_kv_heads)[1].first
         self._is_first, self._is_last = self.layers.start == 0, self.layers.stop == config.num_layers
         tied = config.tie_word_embeddings or not config.has_lm_head
-        if self._is_first or (self._is_last and tied):
+        if self._is_first or (self._is_last and tied) or self.EMBEDS_IN_ALL_STAGES:
             self._embedding = Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size)
         self._layers = [layer(number) for number in track_layers(context, self.layers)]
         for index, part in enumerate(self._state_layers()):
@@ -78,6 +81,11 @@ class Decoder(BaseModel):
             **dict.fromkeys(_in_layers(lora_targets, others)),
         }
         self.mapped_bytes = context.weight_cache.mapped_bytes if context.weight_cache else 0
+
+    def _make_layer(
+        self, context: BuildContext, number: int, attention: AttentionFactory, mlp: MLPFactory
+    ) -> DecoderLayer:
+        return DecoderLayer(context, self.config, number, attention, mlp)
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
         head_attentions = [head.attention for head in self.draft_heads]

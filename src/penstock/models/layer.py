@@ -107,7 +107,8 @@ def make_state(context: BuildContext, config: ModelConfig, layer: int, name: str
         case GatedDeltaNetConfig() as state:
             return GatedDeltaNet(context, f"{name}.{state.module}", config.hidden_size, state, config.rms_norm_eps)
         case Mamba2Config() as state:
-            return Mamba2Mixer(context, f"{name}.{state.module}", config.hidden_size, state, config.rms_norm_eps)
+            eps = state.norm_eps or config.rms_norm_eps
+            return Mamba2Mixer(context, f"{name}.{state.module}", config.hidden_size, state, eps)
         case GatedConvolutionConfig() as state:
             return GatedConvolution(context, f"{name}.{state.module}", config.hidden_size, state)
         case MambaConfig() as state:

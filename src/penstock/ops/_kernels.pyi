@@ -206,6 +206,7 @@ def gated_linear_unit(
     type: int,
     /,
 ) -> None: ...
+def concatenate(x: int, y: int, out: int, rows: int, x_bytes: int, y_bytes: int, /) -> None: ...
 def multiply_rows(
     x: int,
     gate: int,
@@ -382,18 +383,6 @@ def linear_by_head(
     rows: int,
     heads: int,
     outputs: int,
-    /,
-) -> None: ...
-def multiply_silu(
-    x: int,
-    gate: int,
-    out: int,
-    rows: int,
-    width: int,
-    stride: int,
-    gate_stride: int,
-    out_stride: int,
-    type: int,
     /,
 ) -> None: ...
 def export_kv(

@@ -50,7 +50,7 @@ from .matrix import (
 )
 from .scans import gated_linear_unit, multiply, selective_scan
 from .sketch import argmax
-from .state_space import state_space
+from .state_space import concatenate, state_space
 from .states import gated_delta_rule, gated_rms_norm, multiply_gate, short_convolution
 
 native.set_up()

@@ -69,3 +69,12 @@ def state_space(
     keep_inputs(rows, xbc, cache["xbc"], batch)
     keep_inputs(rows, steps, cache["steps"], batch)
     return out
+
+
+def concatenate(x: Tensor, y: Tensor) -> Tensor:
+    """See ``reference.concatenate``."""
+    assert x.is_contiguous() and y.is_contiguous()
+    out = empty((x.shape[0], x.shape[1] + y.shape[1]), x.dtype)
+    sizes = x.shape[1] * x.element_size(), y.shape[1] * y.element_size()
+    _kernels.concatenate(x.data_ptr(), y.data_ptr(), out.data_ptr(), x.shape[0], *sizes)
+    return out

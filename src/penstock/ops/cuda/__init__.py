@@ -12,6 +12,7 @@ import triton
 from penstock.core import Code, PenstockError
 
 from ..reference import (
+    concatenate,
     count_experts,
     empty,
     gated_delta_rule,

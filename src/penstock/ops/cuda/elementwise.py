@@ -168,7 +168,11 @@ def rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False)
 
 
 def activation(x: Tensor, function: str, out: Tensor | None = None) -> Tensor:
-    """See ``reference.activation``."""
+    """See ``reference.activation``. ``x`` has two or three dimensions."""
+    if x.dim() == 3:
+        flat = _activate(x.flatten(0, 1), x.shape[2], function, None if out is None else out.flatten(0, 1), gated=False)
+        shaped: Tensor = flat.unflatten(0, x.shape[:2])
+        return shaped
     return _activate(x, x.shape[1], function, out, gated=False)
 
 

@@ -63,3 +63,8 @@ def state_space(
     names = ("state", "xbc", "steps")
     result = scan_sequences(scan, {name: cache[name] for name in names}, {"xbc": xbc, "steps": steps}, batch)
     return result if out is None else out.copy_(result)
+
+
+def concatenate(x: Tensor, y: Tensor) -> Tensor:
+    """The rows of ``[tokens, a]``, each followed by a row of ``[tokens, b]``. Returns ``[tokens, a + b]``."""
+    return torch.cat((x, y), -1)
