@@ -41,8 +41,8 @@ class Mamba:
             shards = [shard_outputs(context.group, outputs)]
             return ColumnParallelLinear(context, [f"{name}.{part}"], channels.total, shards, gather_output=True)
 
-        self._rank_projection = projection("x_proj_step", config.step_rank)
-        self._states_projection = projection("x_proj_states", 2 * size)
+        self._step_inputs = projection("x_proj_step", config.step_rank)
+        self._states = projection("x_proj_states", 2 * size)
         self._norms: list[Norm] = []
         if config.norms != "none":
             sizes = {"dt": config.step_rank, "b": size, "c": size}
@@ -77,11 +77,11 @@ class Mamba:
             channels,
             self._dtype,
         )
-        rank, b_and_c = self._rank_projection(mixed, lora_slots), self._states_projection(mixed, lora_slots)
+        step_inputs, b_and_c = self._step_inputs(mixed, lora_slots), self._states(mixed, lora_slots)
         b, c = b_and_c[:, : self._size], b_and_c[:, self._size :]
         if self._norms:
-            rank, b, c = (norm(each) for norm, each in zip(self._norms, (rank, b, c), strict=True))
-        steps, own = self._steps.linear(rank), mixed[:, channels.first : channels.end]
+            step_inputs, b, c = (norm(each) for norm, each in zip(self._norms, (step_inputs, b, c), strict=True))
+        steps, own = self._steps.linear(step_inputs), mixed[:, channels.first : channels.end]
         gathered = self._group.all_gather(
             lambda out: self._ops.selective_scan(own, steps, b, c, gate, self._weights, states, batch, out),
             x.shape[0],
