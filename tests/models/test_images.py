@@ -12,7 +12,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterator
-from copy import deepcopy
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
@@ -26,7 +26,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from image_checkpoints import COLOURS, PLACEHOLDER, converted, noise, plain, prompt
+from image_checkpoints import COLOURS, PLACEHOLDER, converted, errors, has_state, noise, plain, prompt
 from PIL import Image
 from repository import ROOT
 from serving import Served, Servers
@@ -91,26 +91,6 @@ def table(model: PreTrainedModel, tokens: list[int], images: list[Image.Image]) 
     return logits.float().log_softmax(-1)
 
 
-def has_state(model: PreTrainedModel) -> bool:
-    """Whether a model has linear attention."""
-    return "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
-
-
-def errors(
-    model: PreTrainedModel, tokens: list[int], images: list[Image.Image], found: list[float]
-) -> tuple[float, float]:
-    """Largest errors of the log probabilities ``found`` of ``tokens[1:]``, and of those of transformers in float32.
-    They are relative to float64 for models with linear attention, which amplifies rounding errors, and else to
-    float32."""
-    rows, following = range(len(tokens) - 1), tokens[1:]
-    library = exact = table(model, tokens, images)[rows, following]
-    if has_state(model):
-        precise = deepcopy(model).double()
-        precise.set_experts_implementation("eager")  # other implementations do not compute in float64
-        exact = table(precise, tokens, images)[rows, following]
-    return tuple(float((each - exact).abs().max()) for each in (torch.tensor(found), library))  # type: ignore[return-value]
-
-
 SIZE = {"shortest_edge": 256, "longest_edge": 4096}
 
 
@@ -130,14 +110,15 @@ def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[Path, PreTrai
     pairs = []
     for images, output in zip(shown, outputs, strict=True):
         (completion,) = output.outputs
-        expected = table(model, output.prompt_token_ids + completion.token_ids, images)
+        tokens = output.prompt_token_ids + completion.token_ids
+        expected = table(model, tokens, images)
         start = len(output.prompt_token_ids)
         assert expected[start - 1 : -1].argmax(-1).tolist() == completion.token_ids
         found = [
             next(iter(position.values())).logprob
             for position in [*(output.prompt_logprobs or [])[1:], *completion.logprobs]
         ]
-        pairs.append(errors(model, output.prompt_token_ids + completion.token_ids, images, found))
+        pairs.append(errors(model, tokens, found, partial(table, tokens=tokens, images=images)))
     error, library_error = map(max, zip(*pairs, strict=True))
     assert error <= max(2e-5, 3 * library_error)
     again = llm.generate(prompts, params, use_tqdm=False)
@@ -160,7 +141,7 @@ def test_rope_theta_of_vision_config_is_used(family: str, tmp_path: Path) -> Non
     tokens = output.prompt_token_ids
     reported = [next(iter(position.values())).logprob for position in (output.prompt_logprobs or [])[1:]]
     before, after = (table(each, tokens, PICTURES[:1])[range(len(tokens) - 1), tokens[1:]] for each in (model, changed))
-    error, library_error = errors(changed, tokens, PICTURES[:1], reported)
+    error, library_error = errors(changed, tokens, reported, partial(table, tokens=tokens, images=PICTURES[:1]))
     assert error <= max(2e-5, 3 * library_error)
     assert (before - after).abs().max() > 1e-3
 

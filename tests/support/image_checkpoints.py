@@ -4,7 +4,8 @@ names colours."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -218,6 +219,31 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3.5-moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
     "ernie4.5-vl": (Ernie4_5_VLMoeConfig, Ernie4_5_VLMoeForConditionalGeneration),
 }
+
+
+def has_state(model: PreTrainedModel) -> bool:
+    """Whether a model has linear attention."""
+    return "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
+def errors(
+    model: PreTrainedModel, tokens: list[int], found: list[float], table: Callable[[PreTrainedModel], torch.Tensor]
+) -> tuple[float, float]:
+    """Largest errors of the log probabilities ``found`` of ``tokens[1:]``, and of those of transformers in float32.
+    They are relative to float64 for models with linear attention, which amplifies rounding errors, and else to
+    float32.
+
+    Args:
+        table: function from a model to its log probabilities after each token, ``[tokens, vocabulary]``.
+    """
+    rows, following = range(len(tokens) - 1), tokens[1:]
+    library = exact = table(model)[rows, following]
+    if has_state(model):
+        precise = deepcopy(model).double()
+        precise.set_experts_implementation("eager")  # other implementations do not compute in float64
+        exact = table(precise)[rows, following]
+    error, library_error = (float((each - exact).abs().max()) for each in (torch.tensor(found), library))
+    return error, library_error
 
 
 def save_random(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
