@@ -21,6 +21,7 @@ from penstock.ops import Format, Routing, cuda, reference
 ROUTINGS = {
     "softmax": Routing(2),
     "renormalized": Routing(4, renormalize=True),
+    "added sum": Routing(4, "sigmoid", renormalize=True, added_sum=0.3),
     "sigmoid, groups": Routing(3, "sigmoid", True, 1e-20, 2.5, groups=4, top_groups=2, group_score="two best"),
     "softmax, groups": Routing(3, scale=16.0, groups=4, top_groups=2),
 }

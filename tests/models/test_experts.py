@@ -63,6 +63,7 @@ ROUTINGS = {
     "sigmoid, groups": Routing(3, "sigmoid", True, 1e-20, 2.5, groups=4, top_groups=2, group_score="two best"),
     "softmax, groups": Routing(3, scale=16.0, groups=4, top_groups=2),
     "sum": Routing(12, "sigmoid", True, 1e-12),
+    "added sum": Routing(4, "sigmoid", True, added_sum=0.3),
 }
 
 

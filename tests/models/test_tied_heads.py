@@ -10,6 +10,7 @@ from typing import Any
 
 import families
 import pytest
+import state_families
 import torch
 from checkpoints import SMALL, save
 from safetensors.torch import load_file, save_file
@@ -36,18 +37,19 @@ TIED = (
     "Starcoder2",
     "Ernie4_5",
 )
-SAMPLE = ("Llama", "Gemma2", "Cohere", "Starcoder2")
+SAMPLE = ("Llama", "Gemma2", "Cohere", "Starcoder2", "Mamba")
 PROMPT = list(range(2, 60))
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 8, "weight_cache_dir": "none"}
+OPTIONS |= {"max_model_len": 64}
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, MAMBA_EMBEDDING, HEAD = "model.embed_tokens.weight", "backbone.embeddings.weight", "lm_head.weight"
 
 
 def save_tied(family: str, folder: Path) -> None:
     """Save a checkpoint with tied embeddings."""
     from random import Random
 
-    config = (families.FAMILIES | families.WITH_EXPERTS)[family](Random(family))
+    config = (families.FAMILIES | families.WITH_EXPERTS | state_families.FAMILIES)[family](Random(family))
     config.tie_word_embeddings = True
     save(config, folder)
 
@@ -57,7 +59,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, 
 
 
 def with_head(tensors: dict[str, torch.Tensor], same: bool = False) -> dict[str, torch.Tensor]:
-    embedding = tensors[EMBEDDING]
+    embedding = tensors[EMBEDDING if EMBEDDING in tensors else MAMBA_EMBEDDING]
     torch.manual_seed(1)
     return tensors | {HEAD: embedding.clone() if same else torch.randn_like(embedding) * 0.2}
 

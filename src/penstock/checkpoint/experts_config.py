@@ -19,8 +19,6 @@ class Routing:
     """Divide the scores of the chosen experts by their sum."""
     min_sum: float = 0.0
     """Lower bound of the sum that ``renormalize`` divides by."""
-    added_sum: float = 0.0
-    """Number added to the sum that ``renormalize`` divides by (LFM2)."""
     scale: float = 1.0
     """Factor of the weights of the chosen experts."""
     groups: int = 1
@@ -29,6 +27,8 @@ class Routing:
     top_groups: int = 1
     group_score: Literal["max", "two best"] = "max"
     """Score of a group: its best score, or the sum of its two best scores (DeepSeek-V3)."""
+    added_sum: float = 0.0
+    """Number added to the sum that ``renormalize`` divides by (LFM2)."""
 
 
 @dataclass(frozen=True)

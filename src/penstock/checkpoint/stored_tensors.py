@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|tok_embeddings|wte|word_embeddings|embed_in)\.weight")
+EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|tok_embeddings|wte|word_embeddings|embed_in|embeddings?)\.weight")
 HEAD = re.compile(r"(.+\.)?(lm_head|proj_out|embed_out|output)\.(weight|qweight|weight_packed)")
 LAYER = re.compile(r"(^|\.)(layers|blocks|h|encoder)\.")
 """Part of a tensor name that shows that it belongs to a layer or encoder: no head or embedding of the whole model."""
