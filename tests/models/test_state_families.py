@@ -37,7 +37,7 @@ BEAMS = SamplingParams(temperature=0, use_beam_search=True, n=2, best_of=3, max_
 MIXERS = re.compile(r"\.(self_attn|attn|linear_attn|mamba|mixer|conv|temporal_block)\.")
 """Modules of attention and recurrent layers."""
 NOT_ADAPTED = {
-    *("dt_proj", "x_proj"),  # Mamba: factors of a small rank
+    "dt_proj",  # of Mamba: transformers ignores its adapters
     *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj"),  # Kimi-Linear
     "kv_b_proj",  # absorbed by latent attention
 }
