@@ -643,9 +643,9 @@ void keep_inputs(const StateRows& rows, Address x, Address kept, int64_t row_byt
 void convolution(const StateRows& rows, Address x, Address out, Address state, Address kept, Address weight, Address bias,
                  int64_t sequences, int64_t x_stride, int64_t out_stride, int64_t channels, int64_t kernel,
                  int64_t max_drafts, bool silu, int type) {
-  const auto args = make<Convolution>(rows, ptr<void>(x), ptr<void>(out), ptr<void>(state), ptr<void>(kept),
-                                      ptr<float>(weight), ptr<float>(bias), x_stride, out_stride, channels, kernel,
-                                      max_drafts, silu, Type(type));
+  const auto args =
+      make<Convolution>(rows, ptr<void>(x), ptr<void>(out), ptr<void>(state), ptr<void>(kept), ptr<float>(weight),
+                        ptr<float>(bias), x_stride, out_stride, channels, kernel, max_drafts, silu, Type(type));
   submit({0, sequences}, [=](Size size) {
     const int64_t tasks = size.sequences * ceil_div(args.channels, kernels->convolution_channels);
     pool()->run(tasks, [&](int64_t task) { kernels->convolution(args, task); });
@@ -679,8 +679,9 @@ void gated_norm(Address x, Address gate, Address weight, Address out, int64_t ro
 
 void multiply_gate(Address x, Address gate, Address out, int64_t rows, int64_t width, int64_t stride, int64_t gate_stride,
                    int64_t out_stride, int type) {
-  submit_rows(rows, &Kernels::multiply_gate,
-              MultiplyGate{ptr<void>(x), ptr<void>(gate), ptr<void>(out), width, stride, gate_stride, out_stride, Type(type)});
+  submit_rows(
+      rows, &Kernels::multiply_gate,
+      MultiplyGate{ptr<void>(x), ptr<void>(gate), ptr<void>(out), width, stride, gate_stride, out_stride, Type(type)});
 }
 
 void selective_scan(const StateRows& rows, Address x, Address steps, Address b, Address c, Address gate, Address out,
@@ -688,11 +689,11 @@ void selective_scan(const StateRows& rows, Address x, Address steps, Address b, 
                     Address skip, int64_t sequences, int64_t x_stride, int64_t steps_stride, int64_t b_stride,
                     int64_t c_stride, int64_t gate_stride, int64_t out_stride, int64_t channels, int64_t size,
                     int64_t max_drafts, int type) {
-  const auto args = make<SelectiveScan>(
-      rows, ptr<void>(x), ptr<void>(steps), ptr<void>(b), ptr<void>(c), ptr<void>(gate), ptr<void>(out), ptr<float>(state),
-      ptr<void>(kept_x), ptr<void>(kept_steps), ptr<void>(kept_b), ptr<float>(rates), ptr<float>(step_bias),
-      ptr<float>(skip), x_stride, steps_stride, b_stride, c_stride, gate_stride, out_stride, channels, size, max_drafts,
-      Type(type));
+  const auto args =
+      make<SelectiveScan>(rows, ptr<void>(x), ptr<void>(steps), ptr<void>(b), ptr<void>(c), ptr<void>(gate), ptr<void>(out),
+                          ptr<float>(state), ptr<void>(kept_x), ptr<void>(kept_steps), ptr<void>(kept_b), ptr<float>(rates),
+                          ptr<float>(step_bias), ptr<float>(skip), x_stride, steps_stride, b_stride, c_stride, gate_stride,
+                          out_stride, channels, size, max_drafts, Type(type));
   submit({0, sequences}, [=](Size step) {
     const int64_t tasks = step.sequences * ceil_div(args.channels, kernels->scan_channels);
     pool()->run(tasks, [&](int64_t task) { kernels->selective_scan(args, task); });
@@ -703,10 +704,10 @@ void gated_linear_unit(const StateRows& rows, Address x, Address gates, Address 
                        Address kept_gates, Address rates, Address bias, Address positions, int64_t sequences,
                        int64_t x_stride, int64_t gates_stride, int64_t out_stride, int64_t heads, int64_t width,
                        int64_t max_drafts, int type) {
-  const auto args = make<GatedLinearUnit>(rows, ptr<void>(x), ptr<void>(gates), ptr<void>(out), ptr<float>(state),
-                                          ptr<void>(kept_x), ptr<void>(kept_gates), ptr<float>(rates), ptr<float>(bias),
-                                          ptr<int64_t>(positions), x_stride, gates_stride, out_stride, heads, width,
-                                          max_drafts, Type(type));
+  const auto args =
+      make<GatedLinearUnit>(rows, ptr<void>(x), ptr<void>(gates), ptr<void>(out), ptr<float>(state), ptr<void>(kept_x),
+                            ptr<void>(kept_gates), ptr<float>(rates), ptr<float>(bias), ptr<int64_t>(positions), x_stride,
+                            gates_stride, out_stride, heads, width, max_drafts, Type(type));
   submit({0, sequences}, [=](Size step) {
     pool()->run(step.sequences * args.heads, [&](int64_t task) { kernels->gated_linear_unit(args, task); });
   });
@@ -845,9 +846,9 @@ NB_MODULE(_kernels, m) {
   nb::class_<StateRows>(m, "StateRows")
       .def("__init__", [](StateRows* self, Address starts, Address slots, Address accepted, Address drafts,
                           Address save_starts, Address save_after, Address save_slots) {
-        new (self) StateRows{ptr<int32_t>(starts),      ptr<int32_t>(slots),      ptr<int32_t>(accepted),
-                             ptr<int32_t>(drafts),      ptr<int32_t>(save_starts), ptr<int32_t>(save_after),
-                             ptr<int32_t>(save_slots)};
+        new (self)
+            StateRows{ptr<int32_t>(starts),      ptr<int32_t>(slots),      ptr<int32_t>(accepted),  ptr<int32_t>(drafts),
+                      ptr<int32_t>(save_starts), ptr<int32_t>(save_after), ptr<int32_t>(save_slots)};
       });
   m.def("keep_inputs", &keep_inputs, free);
   m.def("convolution", &convolution, free);

@@ -33,7 +33,8 @@ void selective_scan_task(const SelectiveScan& a, int64_t task) {
   auto apply = [&](int64_t token, bool is_kept, bool has_output) {
     const int64_t kept = slot * a.max_drafts + token;
     const T* x = (is_kept ? (const T*)a.kept_x + kept * a.channels : (const T*)a.x + token * a.x_stride) + first;
-    const T* steps = (is_kept ? (const T*)a.kept_steps + kept * a.channels : (const T*)a.steps + token * a.steps_stride) + first;
+    const T* steps =
+        (is_kept ? (const T*)a.kept_steps + kept * a.channels : (const T*)a.steps + token * a.steps_stride) + first;
     const T* b = is_kept ? (const T*)a.kept_b + kept * a.size : (const T*)a.b + token * a.b_stride;
     const T* c = (const T*)a.c + token * a.c_stride;
     for_each_16(count, [&](int64_t i, auto n) {

@@ -77,7 +77,8 @@ void convolution_task(const Convolution& a, int64_t task) {
     }
   };
   auto apply = [&](int64_t token, bool is_kept, bool has_output) {
-    const T* x = (is_kept ? (const T*)a.kept + (slot * a.max_drafts + token) * a.channels : (const T*)a.x + token * a.x_stride);
+    const T* x =
+        (is_kept ? (const T*)a.kept + (slot * a.max_drafts + token) * a.channels : (const T*)a.x + token * a.x_stride);
     x += first;
     T* out = (T*)a.out + token * a.out_stride + first;
     for_each_16(size, [&](int64_t c, auto n) {
@@ -98,8 +99,8 @@ void convolution_task(const Convolution& a, int64_t task) {
 
 // Applies one token to `vectors` times 16 columns of a head's state [key_dim, value_dim].
 template <int vectors, class T, class N>
-inline void update_columns(const LinearAttention& a, const float* q, const float* k, const float* decay, float qk, float beta,
-                           float skip, float* state, const T* v, T* out, N count) {
+inline void update_columns(const LinearAttention& a, const float* q, const float* k, const float* decay, float qk,
+                           float beta, float skip, float* state, const T* v, T* out, N count) {
   f32x16 old[vectors] = {}, result[vectors] = {};
   auto at = [&](float* row, int g) { return get(row + 16 * g, count); };
   for (int64_t i = 0; i < a.key_dim; i++)
@@ -176,7 +177,8 @@ void linear_attention_task(const LinearAttention& a, int64_t task) {
     T* out = has_output ? (T*)a.out + token * a.out_stride + head * a.value_dim : nullptr;
     int64_t c = 0;
     auto update = [&](auto vectors, auto count) {
-      update_columns<decltype(vectors)::value>(a, q, k, decay, qk, beta, skip, state + c, v + c, out ? out + c : nullptr, count);
+      update_columns<decltype(vectors)::value>(a, q, k, decay, qk, beta, skip, state + c, v + c, out ? out + c : nullptr,
+                                               count);
     };
     for (; c + 64 <= a.value_dim; c += 64) update(std::integral_constant<int, 4>(), std::integral_constant<int64_t, 16>());
     for (; c + 16 <= a.value_dim; c += 16) update(std::integral_constant<int, 1>(), std::integral_constant<int64_t, 16>());
@@ -216,9 +218,7 @@ template <class T>
 void multiply_gate_row(const MultiplyGate& a, int64_t row) {
   const T *x = (const T*)a.x + row * a.stride, *gate = (const T*)a.gate + row * a.gate_stride;
   T* out = (T*)a.out + row * a.out_stride;
-  for_each_16(a.size, [&](int64_t i, auto n) {
-    put(out + i, get(x + i, n) / (exp(-get(gate + i, n)) + 1.0f), n);
-  });
+  for_each_16(a.size, [&](int64_t i, auto n) { put(out + i, get(x + i, n) / (exp(-get(gate + i, n)) + 1.0f), n); });
 }
 
 }  // namespace PENSTOCK_ISA

@@ -106,7 +106,7 @@ def _medusa(folder: Path, shapes: Mapping[str, Sequence[int]], model: ModelSize)
         own *= len({name.rpartition(".layers.")[0] for name in blocks})
     if not shapes:
         own = sum(path.stat().st_size for path in folder.glob("medusa_lm_head.pt")) // PICKLED_BYTES
-    return replace(model, num_layers=0, layer_weights=weights, embedding_weights=own, head_weights=own)
+    return replace(model, num_layers=0, num_kv_layers=0, layer_weights=weights, embedding_weights=own, head_weights=own)
 
 
 def _has(shapes: Mapping[str, Sequence[int]], name: str) -> bool:

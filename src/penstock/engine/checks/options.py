@@ -75,6 +75,10 @@ def _check_states(options: EngineOptions, config: ModelConfig, speculative: Spec
             and (options.pipeline_parallel_size > 1 or not any(map(config.has_attention, range(config.num_layers)))),
             "states are transferred beside keys and values, and without pipeline stages",
         ),
+        "kv_offloading_size": (
+            options.host_tier_bytes > 0 and not any(map(config.has_attention, range(config.num_layers))),
+            "it has no keys and values",
+        ),
         "speculative_config": (
             speculative is not None and speculative.tree is not None,
             "its token tree has several paths, but a sequence has one state; remove speculative_token_tree",

@@ -23,6 +23,14 @@ KINDS: dict[str, LayerKind] = {"linear_attention": "state", "mamba": "state", "h
 ROTATED = "use_mem_rope"
 MAMBA = re.compile(r"(model\.layers\.(\d+))\.((?:mamba|input_layernorm)(?:\..+)?)")
 
+DEFAULT_HYBRID_LAYERS = (6, 12, 18, 24, 30, 36, 42, 47, 51)
+"""Layers with a shared block in a configuration without types of the layers."""
+
+
+def default_types(num_layers: int) -> list[str]:
+    """Types of the layers of a configuration that does not name them: those of Zamba2-2.7B."""
+    return ["hybrid" if layer in DEFAULT_HYBRID_LAYERS else "linear_attention" for layer in range(num_layers)]
+
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     hidden, heads, bias = int(raw["hidden_size"]), int(raw["num_attention_heads"]), bool(raw.get("add_bias_linear"))
@@ -51,7 +59,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         max_step=float("inf"),
         norm_eps=1e-5,
     )
-    types = list(raw.get("layers_block_type") or raw["layer_types"])
+    types = list(raw.get("layers_block_type") or raw.get("layer_types") or default_types(int(raw["num_hidden_layers"])))
     kinds = tuple(KINDS[each] for each in types)
     sizes = {"intermediate_size": raw.get("intermediate_size") or 4 * hidden, "num_hidden_layers": len(types)}
     options = options_of(
