@@ -98,7 +98,7 @@ const Kernels kernels = {
     by_type<MultiplyGate, multiply_gate_row<float>, multiply_gate_row<bf16>>,
     by_type<SelectiveScan, selective_scan_task<float>, selective_scan_task<bf16>>,
     kScanTask,
-    by_type<GatedLinearUnit, gated_linear_unit_task<float>, gated_linear_unit_task<bf16>>,
+    by_type<RgLru, rg_lru_task<float>, rg_lru_task<bf16>>,
     by_type<MultiplyRows, multiply_row<float>, multiply_row<bf16>>,
     read,
     run_dots<Bf16Step>,

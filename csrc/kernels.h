@@ -400,7 +400,7 @@ struct SelectiveScan {
 };
 
 // Real-gated linear recurrent unit (Griffin).
-struct GatedLinearUnit {
+struct RgLru {
   StateRows rows;
   const void *x, *gates;  // [tokens, heads, width], [tokens, heads, 2, width]: gate of the input, gate of the decay
   void* out;
@@ -491,7 +491,7 @@ struct Kernels {
   void (*multiply_gate)(const MultiplyGate&, int64_t row);
   void (*selective_scan)(const SelectiveScan&, int64_t task);
   int64_t scan_channels;  // of a task
-  void (*gated_linear_unit)(const GatedLinearUnit&, int64_t task);
+  void (*rg_lru)(const RgLru&, int64_t task);
   void (*multiply_rows)(const MultiplyRows&, int64_t row);
   void (*read)(const Read&, int64_t task);
   int64_t (*float_dots)(int64_t steps);

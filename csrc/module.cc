@@ -700,17 +700,14 @@ void selective_scan(const StateRows& rows, Address x, Address steps, Address b, 
   });
 }
 
-void gated_linear_unit(const StateRows& rows, Address x, Address gates, Address out, Address state, Address kept_x,
-                       Address kept_gates, Address rates, Address bias, Address positions, int64_t sequences,
-                       int64_t x_stride, int64_t gates_stride, int64_t out_stride, int64_t heads, int64_t width,
-                       int64_t max_drafts, int type) {
-  const auto args =
-      make<GatedLinearUnit>(rows, ptr<void>(x), ptr<void>(gates), ptr<void>(out), ptr<float>(state), ptr<void>(kept_x),
-                            ptr<void>(kept_gates), ptr<float>(rates), ptr<float>(bias), ptr<int64_t>(positions), x_stride,
-                            gates_stride, out_stride, heads, width, max_drafts, Type(type));
-  submit({0, sequences}, [=](Size step) {
-    pool()->run(step.sequences * args.heads, [&](int64_t task) { kernels->gated_linear_unit(args, task); });
-  });
+void rg_lru(const StateRows& rows, Address x, Address gates, Address out, Address state, Address kept_x, Address kept_gates,
+            Address rates, Address bias, Address positions, int64_t sequences, int64_t x_stride, int64_t gates_stride,
+            int64_t out_stride, int64_t heads, int64_t width, int64_t max_drafts, int type) {
+  const auto args = make<RgLru>(rows, ptr<void>(x), ptr<void>(gates), ptr<void>(out), ptr<float>(state), ptr<void>(kept_x),
+                                ptr<void>(kept_gates), ptr<float>(rates), ptr<float>(bias), ptr<int64_t>(positions),
+                                x_stride, gates_stride, out_stride, heads, width, max_drafts, Type(type));
+  submit({0, sequences},
+         [=](Size step) { pool()->run(step.sequences * args.heads, [&](int64_t task) { kernels->rg_lru(args, task); }); });
 }
 
 // `activation`: -1: none.
@@ -856,7 +853,7 @@ NB_MODULE(_kernels, m) {
   m.def("gated_norm", &gated_norm, free);
   m.def("multiply_gate", &multiply_gate, free);
   m.def("selective_scan", &selective_scan, free);
-  m.def("gated_linear_unit", &gated_linear_unit, free);
+  m.def("rg_lru", &rg_lru, free);
   m.def("multiply_rows", &multiply_rows, free);
   m.def("concatenate", &concatenate, free);
   m.def("linear", &linear, free);

@@ -59,7 +59,7 @@ void selective_scan_task(const SelectiveScan& a, int64_t task) {
 
 // A task is a sequence and a head, the channels of a block of the gates' matrices.
 template <class T>
-void gated_linear_unit_task(const GatedLinearUnit& a, int64_t task) {
+void rg_lru_task(const RgLru& a, int64_t task) {
   const int64_t sequence = task / a.heads, head = task % a.heads, first = head * a.width, slot = a.rows.slots[sequence];
   const int64_t channels = a.heads * a.width;
   static thread_local std::vector<float> memory;

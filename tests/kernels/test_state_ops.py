@@ -13,7 +13,7 @@ from hypothesis import given
 from test_ops import TOLERANCE, few, kernels, randn, seeds
 from torch import Tensor
 
-from penstock.checkpoint.state_config import GatedDeltaNetConfig, GatedLinearUnitConfig, MambaConfig
+from penstock.checkpoint.state_config import GatedDeltaNetConfig, MambaConfig, RGLRUConfig
 from penstock.checkpoint.state_spec import StateSpec
 from penstock.ops import AttentionMetadata, Batch, DeltaSizes, ScanWeights, StateBatch, cpu, reference
 from penstock.ops.activations import ACTIVATIONS
@@ -95,9 +95,9 @@ def selective_scan(rng: Random, dtype: torch.dtype) -> Op:
     return Op(spec, inputs, call)
 
 
-def gated_linear_unit(rng: Random, dtype: torch.dtype) -> Op:
+def rg_lru(rng: Random, dtype: torch.dtype) -> Op:
     heads, width = rng.randint(1, 3), rng.choice((5, 16, 40))
-    spec = GatedLinearUnitConfig(heads, width, 4).spec(str(dtype).removeprefix("torch."))
+    spec = RGLRUConfig(heads, width, 4).spec(str(dtype).removeprefix("torch."))
     rates, bias = -8 * randn(1, heads, width).exp(), randn(2, heads, 2 * width)
 
     def inputs(seed: int, tokens: int) -> Inputs:
@@ -107,7 +107,7 @@ def gated_linear_unit(rng: Random, dtype: torch.dtype) -> Op:
     def call(ops: Any, given: Inputs, cache: dict[str, Tensor], batch: Batch) -> Tensor:
         x, gates, positions = given
         batch.positions = positions
-        result: Tensor = ops.gated_linear_unit(x, gates, rates, bias, cache, batch)
+        result: Tensor = ops.rg_lru(x, gates, rates, bias, cache, batch)
         return result
 
     return Op(spec, inputs, call)
@@ -117,7 +117,7 @@ OPS: dict[str, Callable[[Random, torch.dtype], Op]] = {
     "convolution": convolution,
     "delta rule": delta_rule,
     "selective scan": selective_scan,
-    "gated linear unit": gated_linear_unit,
+    "RG-LRU": rg_lru,
 }
 
 

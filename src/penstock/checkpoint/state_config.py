@@ -180,7 +180,7 @@ class MambaConfig:
 
 
 @dataclass(frozen=True)
-class GatedLinearUnitConfig:
+class RGLRUConfig:
     """Recurrent block of Griffin (De et al., 2024): short convolution, then a real-gated linear recurrent unit (RG-LRU)
     with one state per channel."""
 
@@ -282,7 +282,7 @@ StateConfig = (
     | Mamba2Config
     | MambaConfig
     | GatedConvolutionConfig
-    | GatedLinearUnitConfig
+    | RGLRUConfig
 )
 """Configuration of a layer with state."""
 

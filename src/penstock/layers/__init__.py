@@ -6,7 +6,6 @@ from .encoder import BidirectionalAttention
 from .expert_load import ExpertLoad
 from .gated_convolution import GatedConvolution
 from .gated_delta_net import GatedDeltaNet
-from .gated_linear_unit import GatedLinearUnit
 from .kimi_delta import KimiDeltaAttention
 from .latent_attention import LatentAttention
 from .lightning import LightningAttention
@@ -18,5 +17,6 @@ from .mlp import MLP, GatedMLP, MLPLayer, ScaledGatedMLP
 from .moe import LatentProjections, MixtureOfExperts
 from .norm import LayerNorm, Norm, RMSNorm
 from .pooler import PoolerHead
+from .rg_lru import RGLRU
 from .rope import depends_on_length, rope_table
 from .state import StateLayer

@@ -13,20 +13,20 @@ from penstock.checkpoint.model_config import ModelConfig
 from penstock.checkpoint.state_config import (
     GatedConvolutionConfig,
     GatedDeltaNetConfig,
-    GatedLinearUnitConfig,
     KimiDeltaConfig,
     LightningConfig,
     Mamba2Config,
     MambaConfig,
+    RGLRUConfig,
 )
 from penstock.layers import (
     MLP,
+    RGLRU,
     Attention,
     AttentionLayer,
     BuildContext,
     GatedConvolution,
     GatedDeltaNet,
-    GatedLinearUnit,
     GatedMLP,
     KimiDeltaAttention,
     LatentAttention,
@@ -113,8 +113,8 @@ def make_state(context: BuildContext, config: ModelConfig, layer: int, name: str
             return GatedConvolution(context, f"{name}.{state.module}", config.hidden_size, state)
         case MambaConfig() as state:
             return Mamba(context, f"{name}.{state.module}", config.hidden_size, state)
-        case GatedLinearUnitConfig() as state:
-            return GatedLinearUnit(context, f"{name}.{state.module}", config.hidden_size, state)
+        case RGLRUConfig() as state:
+            return RGLRU(context, f"{name}.{state.module}", config.hidden_size, state)
         case KimiDeltaConfig() as state:
             return KimiDeltaAttention(context, f"{name}.self_attn", config.hidden_size, state, config.rms_norm_eps)
         case LightningConfig() as state:

@@ -219,7 +219,7 @@ class Ops(Protocol):
         batch: Batch,
         out: Tensor | None = None,
     ) -> Tensor: ...
-    def gated_linear_unit(
+    def rg_lru(
         self,
         x: Tensor,
         gates: Tensor,

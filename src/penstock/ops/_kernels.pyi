@@ -185,7 +185,7 @@ def selective_scan(
     type: int,
     /,
 ) -> None: ...
-def gated_linear_unit(
+def rg_lru(
     rows: StateRows,
     x: int,
     gates: int,

@@ -8,7 +8,7 @@ from penstock.checkpoint.decoder_options import NormOptions
 from penstock.checkpoint.experts_config import dense_layers_by_step, read_experts
 from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
-from penstock.checkpoint.state_config import GatedDeltaNetConfig
+from penstock.checkpoint.state_config import GatedDeltaNetConfig, check_kernel
 from penstock.core import Code, PenstockError
 
 from ..registry import Family
@@ -21,8 +21,8 @@ MTP_MODULES = {
     "shared_head.norm": "norm",
 }
 """Module of ``DecoderMTPHead`` → module of ``mtp`` in the checkpoint."""
-MAX_KERNEL, MAX_KEY_DIM = 8, 256
-"""Limits of the kernels: tokens of a short convolution, and elements of a key (``csrc/states.h``)."""
+MAX_KEY_DIM = 256
+"""Maximum number of elements of a key (``csrc/states.h``)."""
 
 
 def read_config(raw: ConfigJson) -> ModelConfig:
@@ -82,10 +82,10 @@ def check_state_layer(raw: ConfigJson, kernel: int, key_dim: int) -> None:
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         message = f"linear attention with hidden_act {raw['hidden_act']!r:.40} is not supported; supported is silu"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
-    if not 2 <= kernel <= MAX_KERNEL or not 1 <= key_dim <= MAX_KEY_DIM:
-        found = f"a convolution over {kernel} tokens and keys of {key_dim} elements"
-        limits = f"supported are 2 to {MAX_KERNEL} tokens and 1 to {MAX_KEY_DIM} elements"
-        raise PenstockError(Code.UNSUPPORTED, f"linear attention with {found} is not supported; {limits}", "model")
+    check_kernel(kernel, "linear_conv_kernel_dim")
+    if not 1 <= key_dim <= MAX_KEY_DIM:
+        message = f"linear attention with keys of {key_dim} elements is not supported; the maximum is {MAX_KEY_DIM}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:

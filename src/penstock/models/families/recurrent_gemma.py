@@ -7,7 +7,7 @@ from dataclasses import replace
 from penstock.checkpoint.decoder_options import LayerNorms, NormOptions
 from penstock.checkpoint.model_config import ConfigJson, LayerKind, ModelConfig, activation_of, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
-from penstock.checkpoint.state_config import GatedLinearUnitConfig, check_kernel
+from penstock.checkpoint.state_config import RGLRUConfig, check_kernel
 from penstock.checkpoint.state_spec import check_sizes
 from penstock.core import Code, PenstockError
 
@@ -44,7 +44,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     types = [*(raw.get("block_types") or BLOCK_TYPES)]
     if not KINDS.keys() >= set(types):
         raise ValueError(f"block_types has {types!r:.60}; the types are {' and '.join(KINDS)}")
-    state = GatedLinearUnitConfig(
+    state = RGLRUConfig(
         heads,
         width // heads,
         check_kernel(int(raw.get("conv1d_width") or 4), "conv1d_width"),

@@ -48,7 +48,7 @@ from .matrix import (
     quantize,
     supports,
 )
-from .scans import gated_linear_unit, multiply, selective_scan
+from .scans import multiply, rg_lru, selective_scan
 from .sketch import argmax
 from .state_space import concatenate, state_space
 from .states import gated_delta_rule, gated_rms_norm, multiply_gate, short_convolution

@@ -73,7 +73,7 @@ def selective_scan(
     return out
 
 
-def gated_linear_unit(
+def rg_lru(
     x: Tensor,
     gates: Tensor,
     rates: Tensor,
@@ -82,13 +82,13 @@ def gated_linear_unit(
     batch: Batch,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See ``reference.gated_linear_unit``."""
+    """See ``reference.rg_lru``."""
     out = empty(x.shape, x.dtype) if out is None else out
     rows, (heads, width) = state_rows(batch), rates.shape
     assert (
         x.stride(1) == out.stride(1) == 1 and gates.is_contiguous() and rates.is_contiguous() and bias.is_contiguous()
     )
-    _kernels.gated_linear_unit(
+    _kernels.rg_lru(
         rows,
         x.data_ptr(),
         gates.data_ptr(),

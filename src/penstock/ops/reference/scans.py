@@ -76,7 +76,7 @@ def selective_scan(
     return result if out is None else out.copy_(result)
 
 
-def gated_linear_unit(
+def rg_lru(
     x: Tensor,
     gates: Tensor,
     rates: Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.state_config import GatedLinearUnitConfig
+from penstock.checkpoint.state_config import RGLRUConfig
 from penstock.checkpoint.state_spec import StateSpec
 from penstock.ops import Batch
 from penstock.parallel import shard_heads, shard_outputs
@@ -18,7 +18,7 @@ DECAY = -8.0
 """Logarithm of the decay with an open gate, in units of the softplus of ``recurrent_param``."""
 
 
-class GatedLinearUnit:
+class RGLRU:
     """Short convolution and real-gated linear recurrent unit (RG-LRU); product with the activation of a second
     projection; projection.
 
@@ -26,7 +26,7 @@ class GatedLinearUnit:
         name: module in the checkpoint with ``linear_x``, ``linear_y``, ``conv_1d``, ``rg_lru`` and ``linear_out``.
     """
 
-    def __init__(self, context: BuildContext, name: str, hidden_size: int, config: GatedLinearUnitConfig) -> None:
+    def __init__(self, context: BuildContext, name: str, hidden_size: int, config: RGLRUConfig) -> None:
         self._ops, self._group, self._dtype = context.ops, context.group, context.dtype
         self.state_index = -1
         heads, _ = shard_heads(context.group, config.heads, config.heads)
@@ -68,7 +68,7 @@ class GatedLinearUnit:
         weight, bias = self._convolution.weight, self._convolution.bias
         values = self._ops.short_convolution(projected[:, :size], weight, bias, False, states, batch)
         gates = self._ops.linear_by_head(values.unflatten(1, self._rates.shape), self._gates)
-        mixed = self._ops.gated_linear_unit(values, gates, self._rates, self._bias, states, batch)
+        mixed = self._ops.rg_lru(values, gates, self._rates, self._bias, states, batch)
         if logits_only:
             mixed, projected = (self._ops.index_select(each, batch.logits_indices) for each in (mixed, projected))
             lora_slots = batch.logits_lora_slots
