@@ -44,7 +44,7 @@ NOT_ADAPTED = {
 """Linear modules that adapters cannot change."""
 NOT_BY_PEFT = ("Mamba", "Mamba2", "FalconMamba", "NemotronH", "FalconH1")
 """Families whose ``out_proj`` PEFT refuses to change."""
-MTP = ("Qwen3Next",)
+MTP = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 """Families with an MTP layer."""
 NGRAMS = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "adaptive": False})
 

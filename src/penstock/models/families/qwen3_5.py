@@ -27,7 +27,8 @@ def read_config(raw: ConfigJson, **overrides: Any) -> ModelConfig:
     share = float(rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 0.25)
     options = options_of(raw, norm=NormOptions(unit_offset=True), attention_gate=True, partial_rotary_factor=share)
     text_rope = {name: value for name, value in rope.items() if not name.startswith("mrope")}  # all positions are equal
-    config = dense_config(raw, qk_norm=True, options=options, rope_parameters=text_rope, **overrides)
+    fields = {"num_mtp_layers": 1, **overrides}
+    config = dense_config(raw, qk_norm=True, options=options, rope_parameters=text_rope, **fields)
     return replace(config, layer_kinds=layer_types(raw, config.num_layers), state=delta_net_config(raw))
 
 
@@ -54,7 +55,12 @@ def read_vision(read_text: Callable[[ConfigJson], ModelConfig], raw: ConfigJson)
     config, vision = read_text(raw), read_vision_config(raw)
     weights = vision.weights() + vision.grid**2 * vision.size
     rope = rope_parameters_of(raw)
-    return replace(with_mrope(replace(config, rope_parameters=rope), (11, 11, 10)), raw=raw, vision_weights=weights)
+    return replace(
+        with_mrope(replace(config, rope_parameters=rope), (11, 11, 10)),
+        raw=raw,
+        vision_weights=weights,
+        num_mtp_layers=0,
+    )
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
