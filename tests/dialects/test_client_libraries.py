@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import repository
 from repository import SUPPORT
-from scripted_model import scripted_model
+from scripted_model import scripted_model, tool_call
 from serving import Served, Servers
 
 pytestmark = pytest.mark.thorough
@@ -28,8 +28,12 @@ PACKAGES = {
         "llama-index-embeddings-openai-like==0.4.0",
     ],
     "llm": ["llm==0.32.1"],
+    "pydantic_ai": ["pydantic-ai-slim[openai]==2.68.0"],
+    "openai_agents": ["openai-agents==0.24.0"],
+    "smolagents": ["smolagents[openai]==1.26.0"],
     "aider": ["aider-chat==0.86.2"],
 }
+WARM = "It is 21 degrees in Paris."
 AI_SDK = ["ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "@ai-sdk/openai@3.0.141", "@ai-sdk/anthropic@3.0.140"]
 
 
@@ -119,3 +123,13 @@ def test_aider_edits_and_commits_file(tmp_path: Path) -> None:
         run(programs("aider") / "aider", *quiet, *task, cwd=work, **address)
     assert (work / "hello.py").read_text() == 'print("bye")\n'
     assert run("git", "log", "--oneline", cwd=work).count("\n") == 2
+
+
+@pytest.mark.parametrize("loop", ["pydantic_ai", "openai_agents", "openai_agents_responses", "smolagents"])
+def test_agent_loop_calls_tool_and_answers(loop: str, tmp_path: Path) -> None:
+    final = tool_call("final_answer", answer=WARM) if loop == "smolagents" else WARM
+    model = scripted_model(tmp_path / "model", tool_call("get_weather", city="Paris"), final)
+    environment = programs(loop.removesuffix("_responses"))
+    with Served("--model", str(model)) as served:
+        printed = run(environment / "python", SUPPORT / "agent_loops.py", loop, served.root, cwd=tmp_path)
+    assert printed.splitlines()[-1] == WARM

@@ -3,8 +3,8 @@
 The checkpoint tests how clients handle replies, especially tool calls, which a model with random weights does not
 generate. The chat template puts the reply before the header of the assistant's message, at a fixed distance from the
 end of the prompt, and the model copies it from there. The reply is chosen by the number of tool results since the last
-user message, plus the template's variable ``first_reply``. Each byte is a token, so that the tokens which a grammar
-inserts are those of the reply.
+user message, plus the template's variable ``first_reply``; smolagents sends tool results as user messages that start
+with "Observation:". Each byte is a token, so that the tokens which a grammar inserts are those of the reply.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ To call one: <tool_call>
 {% endif %}
 {%- set state = namespace(results=0) %}
 {%- for message in messages %}
-    {%- if message.role == 'user' %}{% set state.results = 0 %}{% endif %}
-    {%- if message.role == 'tool' %}{% set state.results = state.results + 1 %}{% endif %}
+    {%- set text = message.content if message.content is string else ((message.content or [{}])[0].text or '') %}
+    {%- set is_result = message.role == 'tool' or (message.role == 'user' and text.startswith('Observation:')) %}
+    {%- if is_result %}{% set state.results = state.results + 1 %}
+    {%- elif message.role == 'user' %}{% set state.results = 0 %}{% endif %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.content is string %}{{ message.content }}
     {%- else %}{% for part in message.content or [] %}{{ part.text }}{% endfor %}{% endif %}
