@@ -29,6 +29,7 @@ import pytest
 import speech_checkpoints
 from image_checkpoints import plain, save_colours
 from repository import ROOT, TESTS
+from scripted_model import scripted_model, tool_call
 from serving import Servers
 
 from penstock.cli.flags import add_profile, configure
@@ -38,7 +39,7 @@ from penstock.cli.parser import Parser
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 ADDRESS = "http://127.0.0.1"
-MODELS = {"images_and_video.md": "colours", "multimodal.md": "colours", "audio.md": "speech"}
+MODELS = {"images_and_video.md": "colours", "multimodal.md": "colours", "audio.md": "speech", "mcp.md": "caller"}
 """Fixture of the model by page; pages that are not listed use the built-in model."""
 MODEL = re.compile(r"\bQwen/[\w.-]+|/models/[\w.-]+|\bpypi:[\w.+=-]+")
 STORES = ("responses.md", "storage.md")
@@ -137,6 +138,13 @@ def speech(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("speech")
     speech_checkpoints.save_random(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that calls a tool of an MCP server."""
+    replies = tool_call("files__add", a=2, b=3), "5"
+    return str(scripted_model(tmp_path_factory.mktemp("caller"), *replies, max_model_len=6000))
 
 
 @pytest.fixture(scope="module")
