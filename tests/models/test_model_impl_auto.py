@@ -35,7 +35,7 @@ ERNIE: dict[str, Any] = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_siz
 UNSUPPORTED: dict[str, tuple[PreTrainedConfig, str]] = {
     "OLMoE with clip_qkv": (OlmoeConfig(**SMALL, **EXPERTS, clip_qkv=0.5), "clip_qkv"),
     "ERNIE with use_bias": (Ernie4_5_MoeConfig(**SMALL, **ERNIE, use_bias=True), "use_bias"),
-    "Llama with relu2": (LlamaConfig(**SMALL, hidden_act="relu2"), "activation 'relu2'"),
+    "Llama with mish": (LlamaConfig(**SMALL, hidden_act="mish"), "activation 'mish'"),
     "Llama with tanh": (LlamaConfig(**SMALL, hidden_act="tanh"), "activation 'tanh'"),
     "Llama 4 with two experts": (
         Llama4TextConfig(**SMALL, **LLAMA4, num_experts_per_tok=2),
