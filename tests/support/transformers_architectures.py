@@ -68,22 +68,49 @@ SIZES: dict[str, Any] = SMALL | {
     "word_embed_proj_dim": 64,
 }
 """Small sizes; each configuration class gets the fields that it defines."""
+ROBERTA = ("Camembert", "Data2VecText", "Roberta", "RobertaPreLayerNorm", "XLMRoberta", "XLMRobertaXL", "Xmod")
+"""Models that count positions from the padding index on; their tables of positions have as many more rows."""
+HYBRID = ("BailingHybrid", "KimiLinear", "OlmoHybrid", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
+VISION = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+"""Sizes of vision towers. The models run without images."""
 OTHER_SIZES: dict[str, dict[str, Any]] = {
-    "CohereCompassForCausalLM": {"layer_types": ["full_attention"] * 3},
+    **{f"{name}ForCausalLM": {"max_position_embeddings": 260} for name in ROBERTA},
+    **{f"{name}ForCausalLM": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]} for name in HYBRID},
     "Gemma3nForCausalLM": {
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         "num_kv_shared_layers": 1,
         "activation_sparsity_pattern": [0.0] * 3,
         "intermediate_size": [96] * 3,
     },
-    "GPTNeoForCausalLM": {"attention_types": [[["global"], 3]]},
+    "DbrxForCausalLM": {
+        "max_seq_len": 256,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_top_k": 2},
+    },
+    "GPTNeoForCausalLM": {"attention_types": [[["local", "global", "local"], 1]], "window_size": 24},
+    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention", "full_attention"]},
+    "LongcatFlashForCausalLM": {
+        "num_layers": 2,
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+        "head_dim": 16,
+        "qk_head_dim": 32,
+    },
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16},
     "Inkling2ForCausalLM": {"unpadded_vocab_size": 300},
     "Inkling2LoopForCausalLM": {"unpadded_vocab_size": 300},
     "ReformerModelWithLMHead": {"axial_pos_embds": False},
-    "ProphetNetForCausalLM": {"num_decoder_layers": 3, "num_encoder_layers": 2, "num_decoder_attention_heads": 4},
-    "Zamba2ForCausalLM": {"layer_types": ["linear_attention", "hybrid", "linear_attention"]},
+    "ProphetNetForCausalLM": {
+        "num_decoder_layers": 3,
+        "num_encoder_layers": 2,
+        "num_decoder_attention_heads": 4,
+        "max_position_embeddings": 258,
+    },
+    "Qwen4ExpForCausalLM": {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"]},
+    "XmodForCausalLM": {"max_position_embeddings": 260, "default_language": "en_XX"},
+    "ZambaForCausalLM": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"]},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }
 MAX_PARAMETERS = 45_000_000
@@ -113,8 +140,14 @@ def tiny(architecture: str, **more: Any) -> PreTrainedConfig:
     """A small configuration. Raises the error of the class if it accepts none of the variants tried."""
     kind = getattr(transformers, architecture).config_class
     if "text_config" in (kind.sub_configs or {}):
-        return kind(text_config=_sized(kind.sub_configs["text_config"], more).to_dict())
+        return kind(text_config=_sized(_text_config(kind), more).to_dict(), **OTHER_SIZES.get(architecture, {}))
     return _sized(kind, OTHER_SIZES.get(architecture, {}) | more)
+
+
+def _text_config(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Configuration class of the decoder of a model with images or speech."""
+    found = kind.sub_configs["text_config"]
+    return found if issubclass(found, PreTrainedConfig) else CONFIG_MAPPING[kind.sub_configs_defaults["text_config"].model_type]
 
 
 def _sized(kind: type[PreTrainedConfig], more: Mapping[str, Any]) -> PreTrainedConfig:

@@ -14,6 +14,7 @@ from penstock.checkpoint.state_config import (
     GatedConvolutionConfig,
     GatedDeltaNetConfig,
     KimiDeltaConfig,
+    LibraryStateConfig,
     LightningConfig,
     Mamba2Config,
     MambaConfig,
@@ -120,8 +121,8 @@ def make_state(context: BuildContext, config: ModelConfig, layer: int, name: str
         case LightningConfig() as state:
             activation = config.options.activation
             return LightningAttention(context, f"{name}.self_attn", config.hidden_size, state, layer, activation)
-        case None:
-            raise AssertionError("the model has no layers with state")
+        case LibraryStateConfig() | None:
+            raise AssertionError("the model has no layers with state of ours")
 
 
 def latent_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:

@@ -207,6 +207,21 @@ def copy_slots(cache: LayerCache, sources: Tensor, targets: Tensor) -> None:
             tensor[target] = tensor[source]
 
 
+def gather_kv(cache: LayerCache, block_table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """See ``reference.gather_kv``."""
+    blocks = block_table[: -(-length // cache.spec.block_size)].long()
+
+    def tokens(part: int) -> Tensor:
+        if cache.scales is None:
+            vectors = cache.values[blocks, part]
+        else:
+            vectors = cache.values.view(torch.uint8)[blocks, part].view(cache.values.dtype).float()
+            vectors = vectors * cache.scales[blocks, part, :, :, None]
+        return vectors.transpose(1, 2).flatten(0, 1)[:length]
+
+    return tokens(0), tokens(1)
+
+
 def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Merge pairs into runs of consecutive blocks: ``(source, target, count)``."""
     runs: list[tuple[int, int, int]] = []
