@@ -274,6 +274,8 @@ class GatheredBody:
 
     def _call(self, ids: Tensor, cache: Any, past: int) -> Tensor:
         mask = torch.ones(1, past + ids.shape[1], dtype=torch.int64, device=self._device)
+        if past and not any(parts.elements for parts in self._parts):
+            mask = mask[:, past:]  # a model without attention multiplies the mask by the new tokens
         output = self._body(input_ids=ids, attention_mask=mask, cache=cache, use_cache=True, return_dict=True)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
