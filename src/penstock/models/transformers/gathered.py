@@ -140,19 +140,23 @@ class GatheredBody:
     Args:
         body: module that computes hidden states.
         configuration: configuration of transformers.
+        offset: number of the first position.
         dtype: dtype of the computation.
 
     Raises ``UnsupportedAttention`` if the model keeps something other than keys, values and states of fixed size.
     """
 
     def __init__(
-        self, ops: Ops, body: Any, configuration: Any, dtype: torch.dtype, device: torch.device
+        self, ops: Ops, body: Any, configuration: Any, offset: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._ops = ops
         self._body = body
         self._dtype = dtype
         self._device = device
-        if "cache" not in inspect.signature(body.forward).parameters:
+        self._offset = offset
+        parameters = inspect.signature(body.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        if "cache" not in parameters:
             raise UnsupportedAttention("its modules do not take a cache of transformers")
         self._classes, self._parts = self._record(configuration)
         self.single_tokens = False
@@ -276,7 +280,12 @@ class GatheredBody:
         mask = torch.ones(1, past + ids.shape[1], dtype=torch.int64, device=self._device)
         if past and not any(parts.elements for parts in self._parts):
             mask = mask[:, past:]  # a model without attention multiplies the mask by the new tokens
-        output = self._body(input_ids=ids, attention_mask=mask, cache=cache, use_cache=True, return_dict=True)
+        positions = {}
+        if self._takes_positions:  # Bamba counts from 0 on in every step unless it gets them
+            positions["position_ids"] = torch.arange(past, past + ids.shape[1], device=self._device)[None] + self._offset
+        output = self._body(
+            input_ids=ids, attention_mask=mask, cache=cache, use_cache=True, return_dict=True, **positions
+        )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 

@@ -76,7 +76,10 @@ class TransformersModel(BaseModel):
         self._model.set_attn_implementation("eager")
         fix_rope(self._model, context.max_len)
         self._find_body()
-        self._runner = body = GatheredBody(self._ops, self._body, self._model.config, self.dtype, self._device)
+        offset = self.config.raw[POSITION_OFFSET]
+        self._runner = body = GatheredBody(
+            self._ops, self._body, self._model.config, offset, self.dtype, self._device
+        )
         try:
             check_gathered(self, self._model, context)
         except Exception:  # modules that ignore a state in steps with several tokens may raise any exception
@@ -162,6 +165,8 @@ def _reasons() -> Iterator[None]:
         reason = first_line(error)
         if CausalMask.__name__ in reason:
             reason = "its modules do arithmetic with the attention mask (position biases)"
+        elif reason == type(error).__name__:
+            reason = f"its modules raise {reason}"
         raise UnsupportedAttention(reason) from error
 
 
