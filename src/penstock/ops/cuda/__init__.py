@@ -61,7 +61,7 @@ NAME = "cuda"
 BATCH_INVARIANT = True
 """False after ``set_batch_invariant(False)``."""
 ASYNCHRONOUS = True
-NUMERICS = 1
+NUMERICS = 2
 """Version of the bits of results. Increment it with every change of the bits."""
 MIN_CAPABILITY = (8, 0)
 """Minimum compute capability (Ampere)."""
