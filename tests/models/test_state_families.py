@@ -127,6 +127,8 @@ def test_snapshots_are_made_at_ends_of_prompts_and_outputs_and_at_forks(family: 
 def test_snapshots_are_made_within_long_prompts(family: str, tmp_path: Path) -> None:
     """The second question about a document starts at the last step that ended within the document."""
     draw(family, 0, tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2048}))
     rng = Random(1)
     document = [rng.randrange(2, VOCABULARY) for _ in range(1500)]
     questions = [document + [rng.randrange(2, VOCABULARY) for _ in range(20)] for _ in range(2)]
