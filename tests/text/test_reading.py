@@ -31,8 +31,8 @@ EXAMPLES = int(os.environ.get("PENSTOCK_READING_EXAMPLES", "40"))
 TOOLS = {name: tool_call_format(name, "") for name in (
     "hermes", "llama3_json", "mistral", "deepseek_v3", "granite", "phi4_mini_json", "hunyuan_a13b", "cohere_command3",
     "internlm", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2", "glm45", "pythonic", "olmo3", "lfm2", "openai",
-    "generic", "granite-20b-fc", "nemotron_json", "xlam", "apertus", "minimax_m1", "solar_open", "deepseek_v32",
-    "deepseek_v4", "gigachat35", "kimi_k3", "step3", "solar_open2", "minicpm5", "dots", "gemma4", "functiongemma",
+    "generic", "granite-20b-fc", "nemotron_json", "xlam", "apertus", "minimax_01", "minimax_m1", "solar_open",
+    "deepseek_v32", "deepseek_v4", "gigachat35", "kimi_k3", "step3", "solar_open2", "minicpm5", "dots", "gemma4", "functiongemma",
     "minimax_m3", "inkling", "k2_horizon",
 )} | {
     "longcat": tool_call_format("longcat", "<longcat_tool_call>"),
@@ -354,6 +354,12 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         (f'Yes. <|tools_prefix|>[{{"add": {ADD}}}, {{"now": {{}}}}]<|tools_suffix|>', "Yes.", [CALL, NOW]),
         ('<|tools_prefix|>[{"name": {"x": 1}}]<|tools_suffix|>', "", [("name", '{"x": 1}')]),
         ('<|tools_prefix|>[{"now": 5}]<|tools_suffix|>', '<|tools_prefix|>[{"now": 5}]<|tools_suffix|>', []),
+    ],
+    "minimax_01": [
+        (f"Yes.\n<function_call>```typescript\nfunctions.add({ADD})\n```", "Yes.", [CALL]),
+        (f"```typescript\nfunctions.add({ADD})\n```\n```typescript\nfunctions.now({{}})\n```", "", [CALL, NOW]),
+        ("```typescript\nlet f = {};\n```", "```typescript\nlet f = {};\n```", []),
+        ("```typescript\nfunctions.add;\n```", "```typescript\nfunctions.add;\n```", []),
     ],
     "minimax_m1": [
         (
