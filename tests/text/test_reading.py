@@ -815,7 +815,7 @@ TEMPLATES = {
     "<TOOLCALL>[{…}]</TOOLCALL> </think>": ("nemotron_json", "qwen3"),
     "<|function_call_library|> please output <function_call> {…}": ("granite-20b-fc", None),
     "When using tools, make calls in a single JSON array:": ("xlam", None),
-    "<beginning_of_sentence>system <tool_calls>": ("minimax_m1", None),
+    "<beginning_of_sentence>system <tool_calls>": ("minimax_m1", "minimax_m1"),
     '<function name="…"><param name="…"> </think>': ("minicpm5", "qwen3"),
     "<dots_function_call>": ("dots", None),
     "<|message_model|><|content_invoke_tool_json|> <|content_thinking|>": ("inkling", "inkling"),
