@@ -391,6 +391,25 @@ def test_kv_cache_export_and_import_match_reference(seed: int) -> None:
     assert torch.equal(again[1].values[[2, 3, 0]].view(torch.int8), ours.values[[0, 1, 3]].view(torch.int8))
 
 
+@pytest.mark.parametrize("quantization", KV_QUANTIZATIONS)
+def test_gathered_keys_and_values_match_reference(quantization: str) -> None:
+    rng = Random(0)
+    spec, tokens, blocks = KVSpec(3, 32, "bfloat16", 16, quantization), 40, torch.tensor([4, 0, 2, 0], dtype=torch.int32)
+    slots = (blocks[:3, None] * 16 + torch.arange(16)).flatten()[:tokens].long()
+    k, v = (randn(rng, tokens, 3, 32, dtype=torch.bfloat16) for _ in "kv")
+    (ours,), (theirs,) = (module.new_kv_cache([spec], 5, CPU) for module in (kv_cache, reference))
+    kv_cache.store_kv(ours, k, v, slots)
+    layout, places = transfer_layouts([spec], 48)[0], torch.arange(tokens)
+    buffer = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
+    kv_cache.export_kv(ours, slots, buffer, places, layout)
+    reference.import_kv(theirs, slots, buffer, places, layout)
+    for length in (tokens, 32, 1):
+        found, expected = kv_cache.gather_kv(ours, blocks, length), reference.gather_kv(theirs, blocks, length)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        if not quantization:
+            assert torch.equal(found[0], k[:length]) and torch.equal(found[1], v[:length])
+
+
 def test_export_uses_only_the_transfer_buffer_in_host_memory() -> None:
     """A GPU can read only the page-locked transfer buffer in host memory; the device ``meta`` represents the GPU."""
     spec = KVSpec(2, 64, "bfloat16", 16)

@@ -754,6 +754,27 @@ def test_kv_cache_export_and_import_match_reference(seed: int) -> None:
 
 @few
 @given(seed=seeds)
+def test_gathered_keys_and_values_match_reference(seed: int) -> None:
+    rng = Random(seed)
+    heads, dim, size, dtype = rng.randint(1, 3), 16 * rng.randint(1, 8), 16 * rng.randint(1, 4), rng.choice(DTYPES)
+    spec = KVSpec(heads, dim, NAMES[dtype], size, rng.choice(KV_QUANTIZATIONS))
+    tokens = rng.randint(1, 3 * size)
+    blocks = torch.tensor(rng.sample(range(5), 3) + [0], dtype=torch.int32)
+    slots = (blocks[:3, None] * size + torch.arange(size)).flatten()[:tokens].long()
+    k, v = (randn(seed + i, tokens, heads, dim, dtype=dtype) for i in range(2))
+    found = []
+    for ops in (cpu, reference):
+        (cache,) = ops.new_kv_cache([spec], 5, torch.device("cpu"))
+        ops.store_kv(cache, k, v, slots)
+        found.append(ops.gather_kv(cache, blocks, tokens))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    if not spec.quantization:
+        assert torch.equal(found[0][0], k) and torch.equal(found[0][1], v)
+
+
+@few
+@given(seed=seeds)
 def test_captured_step_exports_kv_of_given_tokens(seed: int) -> None:
     """A step exports the tokens in ``export_places``, layer by layer; otherwise buffer and progress are unchanged."""
     rng = Random(seed)
