@@ -279,16 +279,19 @@ def log_probabilities(model: PreTrainedModel, prompt: list[int], tokens: list[in
 
 @torch.inference_mode()
 def generate(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """Greedy tokens of transformers. Models whose ``generate`` fails run without its KV cache."""
+    """Greedy tokens of transformers. Models whose ``generate`` fails, or disagrees with the model without a KV cache
+    (Camembert, for which it counts positions from 0 on), run without its KV cache."""
     ids, options = torch.tensor([prompt]), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     try:
         output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, **options)
+        tokens: list[int] = output[0, len(prompt) :].tolist()
+        if log_probabilities(model, prompt, tokens).argmax(-1).tolist() == tokens:
+            return tokens
     except (IndexError, RuntimeError, TypeError, ValueError):  # for example decoders without their encoder
-        for _ in range(NEW_TOKENS):
-            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-        output = ids
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
+        pass
+    for _ in range(NEW_TOKENS):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return ids[0, len(prompt) :].tolist()
 
 
 def outcome(architecture: str, folder: Path) -> Outcome | None:
