@@ -394,7 +394,11 @@ def test_kv_cache_export_and_import_match_reference(seed: int) -> None:
 @pytest.mark.parametrize("quantization", KV_QUANTIZATIONS)
 def test_gathered_keys_and_values_match_reference(quantization: str) -> None:
     rng = Random(0)
-    spec, tokens, blocks = KVSpec(3, 32, "bfloat16", 16, quantization), 40, torch.tensor([4, 0, 2, 0], dtype=torch.int32)
+    spec, tokens, blocks = (
+        KVSpec(3, 32, "bfloat16", 16, quantization),
+        40,
+        torch.tensor([4, 0, 2, 0], dtype=torch.int32),
+    )
     slots = (blocks[:3, None] * 16 + torch.arange(16)).flatten()[:tokens].long()
     k, v = (randn(rng, tokens, 3, 32, dtype=torch.bfloat16) for _ in "kv")
     (ours,), (theirs,) = (module.new_kv_cache([spec], 5, CPU) for module in (kv_cache, reference))

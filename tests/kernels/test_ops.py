@@ -759,7 +759,7 @@ def test_gathered_keys_and_values_match_reference(seed: int) -> None:
     heads, dim, size, dtype = rng.randint(1, 3), 16 * rng.randint(1, 8), 16 * rng.randint(1, 4), rng.choice(DTYPES)
     spec = KVSpec(heads, dim, NAMES[dtype], size, rng.choice(KV_QUANTIZATIONS))
     tokens = rng.randint(1, 3 * size)
-    blocks = torch.tensor(rng.sample(range(5), 3) + [0], dtype=torch.int32)
+    blocks = torch.tensor([*rng.sample(range(5), 3), 0], dtype=torch.int32)
     slots = (blocks[:3, None] * size + torch.arange(size)).flatten()[:tokens].long()
     k, v = (randn(seed + i, tokens, heads, dim, dtype=dtype) for i in range(2))
     found = []

@@ -124,21 +124,28 @@ def test_table_of_architectures_is_up_to_date() -> None:
 def test_table_names_penstocks_own_implementations_and_counts_architectures() -> None:
     found = table()
     assert {row.architecture for row in found} == set(architectures())
-    assert [row.own for row in found] == [own(row.architecture) for row in found], "python tests/support/transformers_architectures.py --own"
+    assert [row.own for row in found] == [own(row.architecture) for row in found], (
+        "python tests/support/transformers_architectures.py --own"
+    )
     assert summary(found) in PAGE.read_text()
     assert sum(row.is_refused() for row in found) <= 45
 
 
-def test_drafts_of_model_with_states_match_transformers(tmp_path: Path) -> None:
+@pytest.mark.slow_after(1)
+def test_drafts_of_model_with_states_do_not_change_tokens(tmp_path: Path) -> None:
     """Rejected drafts leave the states of the cache object unchanged; accepted ones are computed again."""
-    model = checkpoint("JambaForCausalLM", tmp_path)
-    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    llm = LLM(tmp_path, speculative_config=drafting, **OPTIONS)
-    prompts = [draw(1, 5) * 4, draw(2, 3) * 9, draw(3, 30)]
-    found = compare(llm, model, prompts)
-    assert (found.wrong_tokens, found.difference < 1e-4) == (0, True), found
-    stats = llm.engine.scheduler.stats
-    assert 0 < stats.num_accepted < stats.num_drafts
+    checkpoint("JambaForCausalLM", tmp_path)
+    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    plain, llm = LLM(tmp_path, **OPTIONS), LLM(tmp_path, speculative_config=drafting, **OPTIONS)
+    # a penalty below 1 makes answers repeat themselves
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, repetition_penalty=0.8)
+    expected, found = (
+        [output.outputs[0].token_ids for output in each.generate(PROMPTS[:4], params, use_tqdm=False)]
+        for each in (plain, llm)
+    )
+    assert found == expected
+    stats = llm.engine.speculation.stats if llm.engine.speculation else None
+    assert stats and 0 < stats.accepted_tokens < stats.draft_tokens
 
 
 def test_longrope_with_reference_ops_matches_transformers(tmp_path: Path) -> None:

@@ -96,7 +96,10 @@ VISION = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "n
 """Sizes of vision towers. The models run without images."""
 OTHER_SIZES: dict[str, dict[str, Any]] = {
     **{f"{name}ForCausalLM": {"max_position_embeddings": 260} for name in ROBERTA},
-    **{f"{name}ForCausalLM": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]} for name in HYBRID},
+    **{
+        f"{name}ForCausalLM": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        for name in HYBRID
+    },
     "Gemma3nForCausalLM": {
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         "num_kv_shared_layers": 1,
@@ -197,7 +200,11 @@ def tiny(architecture: str, **more: Any) -> PreTrainedConfig:
 def _text_config(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Configuration class of the decoder of a model with images or speech."""
     found = kind.sub_configs["text_config"]
-    return found if issubclass(found, PreTrainedConfig) else CONFIG_MAPPING[kind.sub_configs_defaults["text_config"].model_type]
+    return (
+        found
+        if issubclass(found, PreTrainedConfig)
+        else CONFIG_MAPPING[kind.sub_configs_defaults["text_config"].model_type]
+    )
 
 
 def _sized(kind: type[PreTrainedConfig], more: Mapping[str, Any]) -> PreTrainedConfig:
@@ -305,7 +312,9 @@ def outcome(architecture: str, folder: Path) -> Outcome | None:
             llm = LLM(folder, **OPTIONS)
     except PenstockError as error:
         return _refused(model, str(error).partition(" over a paged KV cache: ")[2] or str(error))
-    return compare(llm, model)._replace(alone=any("one sequence of a step after the other" in each for each in messages))
+    return compare(llm, model)._replace(
+        alone=any("one sequence of a step after the other" in each for each in messages)
+    )
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "DeepSeek-V3.2": Family(
-        "{% set dsml = '｜DSML｜' %}<｜DSML｜function_calls> {% if thinking %}<think>{% else %}</think> <｜Assistant｜>",
+        "{% set dsml = '｜DSML｜' %}function_calls> {% if thinking %}<think>{% else %}</think> <｜Assistant｜>",
         "<｜Assistant｜><think>",
         f"Why.</think>{DEEPSEEK_CALL}",
         "deepseek_v32",
@@ -206,7 +206,12 @@ def test_deepseek_v32_has_a_template_of_ours(tmp_path: Path) -> None:
     chat = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "1 + 1?"},
-        {"role": "assistant", "content": "", "reasoning_content": "Add.", "tool_calls": [call(a=1), call(a="x", b=[2])]},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Add.",
+            "tool_calls": [call(a=1), call(a="x", b=[2])],
+        },
         {"role": "tool", "content": "2"},
         {"role": "tool", "content": "3"},
     ]
@@ -214,11 +219,14 @@ def test_deepseek_v32_has_a_template_of_ours(tmp_path: Path) -> None:
     calls = DEEPSEEK_CALL.replace(
         "\n</｜DSML｜function_calls>",
         '\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n'
-        '<｜DSML｜parameter name="b" string="false">[2]</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        '<｜DSML｜parameter name="b" string="false">[2]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
     )
     results = "<｜end▁of▁sentence｜>\n\n<function_results>\n<result>2</result>\n<result>3</result>\n</function_results>"
     assert tokenizer.render(chat[:2]) == f"<|im_start|>{before}</think>"
-    assert tokenizer.render(chat, thinking=True) == f"<|im_start|>{before}<think>Add.</think>{calls}{results}\n\n<think>"
+    assert (
+        tokenizer.render(chat, thinking=True) == f"<|im_start|>{before}<think>Add.</think>{calls}{results}\n\n<think>"
+    )
     assert tokenizer.render(chat, enable_thinking=False).endswith(f"{before}</think>{calls}{results}\n\n</think>")
     later = [*chat, {"role": "assistant", "content": "2."}, {"role": "user", "content": "Why?"}]
     assert tokenizer.render(later, thinking=True) == (

@@ -32,8 +32,8 @@ TOOLS = {name: tool_call_format(name, "") for name in (
     "hermes", "llama3_json", "mistral", "deepseek_v3", "granite", "phi4_mini_json", "hunyuan_a13b", "cohere_command3",
     "internlm", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2", "glm45", "pythonic", "olmo3", "lfm2", "openai",
     "generic", "granite-20b-fc", "nemotron_json", "xlam", "apertus", "minimax_01", "minimax_m1", "solar_open",
-    "deepseek_v32", "deepseek_v4", "gigachat35", "kimi_k3", "step3", "solar_open2", "minicpm5", "dots", "gemma4", "functiongemma",
-    "minimax_m3", "inkling", "k2_horizon",
+    "deepseek_v32", "deepseek_v4", "gigachat35", "kimi_k3", "step3", "solar_open2", "minicpm5", "dots", "gemma4",
+    "functiongemma", "minimax_m3", "inkling", "k2_horizon",
 )} | {
     "longcat": tool_call_format("longcat", "<longcat_tool_call>"),
     "longcat elements": tool_call_format("longcat", "<longcat_tool_call> <longcat_arg_key>"),

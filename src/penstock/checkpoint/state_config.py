@@ -275,6 +275,8 @@ class LightningConfig:
 
 MAX_KERNEL = 8
 """Largest number of tokens that a short convolution may see; a limit of the CPU kernels."""
+
+
 @dataclass(frozen=True)
 class LibraryStateConfig:
     """Recurrent state of a model run by transformers. Its layers and sizes are known once the model is built."""

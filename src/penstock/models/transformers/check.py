@@ -78,8 +78,8 @@ def check_paged(model: Model, module: Any, context: BuildContext, offset: int) -
 
 @torch.inference_mode()
 def check_gathered(model: Model, module: Any, context: BuildContext) -> None:
-    """Raise ``UnsupportedAttention`` if the results of a model that runs one sequence at a time, in three steps of which
-    the last has one token, differ from those of its module without a cache.
+    """Raise ``UnsupportedAttention`` if the results of a model run one sequence at a time differ from those of its
+    module without a cache. One sequence is computed in three steps, the last of which has one token.
 
     Args:
         module: causal language model of transformers that ``model`` runs.
@@ -88,7 +88,10 @@ def check_gathered(model: Model, module: Any, context: BuildContext) -> None:
     expected = [module(input_ids=ids[row : row + 1], use_cache=False).logits[0] for row in range(2)]
     cache = context.ops.new_kv_cache(model.kv_specs(BLOCK_SIZE), 3, context.device)
     states = [
-        {name: torch.zeros((3, *part.shape), dtype=getattr(torch, part.dtype), device=context.device) for name, part in spec.state.items()}
+        {
+            name: torch.zeros((3, *part.shape), dtype=getattr(torch, part.dtype), device=context.device)
+            for name, part in spec.state.items()
+        }
         for spec in model.state_specs()
     ]
     positions = torch.arange(length, device=context.device)

@@ -34,7 +34,7 @@ from penstock.ops import Batch, KVSpec, Ops
 from .attention import UnsupportedAttention
 
 VECTOR = 64
-"""Elements per vector in the KV cache. What a layer keeps of a token is cut into vectors of this size."""
+"""Elements per vector in the KV cache: the keys and values of a token are cut into vectors of this size."""
 TOKENS = "tokens"
 """``StateSpec.inputs``: ids of draft tokens, which are computed again once they are accepted."""
 KEYS_VALUES = ("keys", "values", "indexer_keys")
@@ -47,7 +47,7 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What a layer of transformers' cache keeps."""
+    """Parts of a layer of transformers' cache."""
 
     tokens: Mapping[str, tuple[int, ...]]
     """Shape per token of each of ``KEYS_VALUES``: ``(heads, dim)`` or ``(dim,)``."""
@@ -282,7 +282,9 @@ class GatheredBody:
             mask = mask[:, past:]  # a model without attention multiplies the mask by the new tokens
         positions = {}
         if self._takes_positions:  # Bamba counts from 0 on in every step unless it gets them
-            positions["position_ids"] = torch.arange(past, past + ids.shape[1], device=self._device)[None] + self._offset
+            positions["position_ids"] = (
+                torch.arange(past, past + ids.shape[1], device=self._device)[None] + self._offset
+            )
         output = self._body(
             input_ids=ids, attention_mask=mask, cache=cache, use_cache=True, return_dict=True, **positions
         )
@@ -301,7 +303,8 @@ def _library_cache(configuration: Any) -> Any:
 
 
 def _class_of(layer: Any) -> type:
-    if found := LAYERS.get(type(layer)):
+    found: type | None = LAYERS.get(type(layer))
+    if found:
         return found
     raise UnsupportedAttention(f"it keeps state of its own kind ({type(layer).__name__})")
 

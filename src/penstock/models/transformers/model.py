@@ -77,9 +77,7 @@ class TransformersModel(BaseModel):
         fix_rope(self._model, context.max_len)
         self._find_body()
         offset = self.config.raw[POSITION_OFFSET]
-        self._runner = body = GatheredBody(
-            self._ops, self._body, self._model.config, offset, self.dtype, self._device
-        )
+        self._runner = body = GatheredBody(self._ops, self._body, self._model.config, offset, self.dtype, self._device)
         try:
             check_gathered(self, self._model, context)
         except Exception:  # modules that ignore a state in steps with several tokens may raise any exception
