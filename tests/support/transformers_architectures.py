@@ -111,6 +111,8 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_top_k": 2},
     },
+    "GitForCausalLM": {"vision_config": VISION | {"image_size": 32}},
+    "GotOcr2ForConditionalGeneration": {"vision_config": VISION | {"mlp_dim": 64, "output_channels": 32}},
     "GPTNeoForCausalLM": {"attention_types": [[["local", "global", "local"], 1]], "window_size": 24},
     "BambaForCausalLM": {"attn_layer_indices": [1]},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
@@ -144,7 +146,7 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
     "XmodForCausalLM": {"max_position_embeddings": 260, "default_language": "en_XX"},
-    "ZambaForCausalLM": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"]},
+    "ZambaForCausalLM": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }
 MAX_PARAMETERS = 45_000_000

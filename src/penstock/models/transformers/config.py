@@ -122,10 +122,11 @@ def skeleton(architecture: str, configuration: Any) -> tuple[Any, bool]:
     """
     register()
     found = model_class(architecture)
-    own_attention = not found._can_set_attn_implementation()
-    configuration._attn_implementation = "eager" if own_attention else NAME
-    try:
-        with torch.device("meta"):
-            return found(configuration), own_attention
-    except Exception as error:  # a model's code may raise any exception, e.g. for a missing package
-        raise unsupported(architecture, first_line(error)) from error
+    for attention in (NAME, "eager") if found._can_set_attn_implementation() else ("eager",):
+        configuration._attn_implementation = attention
+        try:
+            with torch.device("meta"):
+                return found(configuration), attention != NAME
+        except Exception as error:  # a model's code may raise any exception, e.g. for a missing package
+            failure = error
+    raise unsupported(architecture, first_line(failure)) from failure
