@@ -88,13 +88,17 @@ def test_bits_do_not_depend_on_drafts_ranks_and_stages(family: str, tmp_path: Pa
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_of_a_prefill_instance_give_same_outputs(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "stages"), [*((family, 1) for family in FAMILIES), ("Bamba", 2), ("Lfm2", 2)])
+def test_prompts_of_a_prefill_instance_give_same_outputs(family: str, stages: int, tmp_path: Path) -> None:
     draw(family, 0, tmp_path)
     expected = outputs(tmp_path, GREEDY, REPEATED)
     (tmp_path / "secret").write_text("s" * 64)
     (tmp_path / "secret").chmod(0o600)
-    common = {"cluster_secret_file": str(tmp_path / "secret"), "kv_buffer_size": 2**24}
+    common = {
+        "cluster_secret_file": str(tmp_path / "secret"),
+        "kv_buffer_size": 2**24,
+        "pipeline_parallel_size": stages,
+    }
     options = [EngineOptions(model=str(tmp_path), role=role, **OPTIONS | common) for role in ("prefill", "decode")]
     prefill, decode = map(Engine, options)
     assert prefill.kv_connector and decode.kv_connector
