@@ -23,13 +23,14 @@ class KVSpec:
 
     A block holds ``block_size`` tokens. Each token has a key and a value vector per head, or, with ``latent``, one
     vector for all heads: it is the key, and its first ``latent`` elements are the value (multi-head latent attention;
-    DeepSeek-AI, 2024).
+    DeepSeek-AI, 2024). With sparse attention, the last ``index_dim`` elements of the vector are the token's index key,
+    and not part of the key.
     """
 
     kv_heads: int
     """Number of key and value heads of this rank; 1 with ``latent``."""
     head_dim: int
-    """Elements per vector; with ``latent``, compressed keys and values plus rotary key."""
+    """Elements per vector; with ``latent``, compressed keys and values plus rotary key, plus index key."""
     dtype: str
     """Dtype of unquantized vectors: a key of ``ITEM_BYTES``."""
     block_size: int = 64
@@ -40,6 +41,8 @@ class KVSpec:
     """Sliding window: number of positions that a query sees, including its own; 0: all."""
     latent: int = 0
     """Number of leading elements of a token's vector that are its value; 0: separate keys and values."""
+    index_dim: int = 0
+    """Elements of the index key of sparse attention, only with ``latent``; 0: dense attention."""
 
     @property
     def vectors(self) -> int:

@@ -144,6 +144,8 @@ def latent_attention(context: BuildContext, config: ModelConfig, layer: int, nam
         interleaved=latent.rope_interleave,
         scale=latent.scale,
         bias=config.output_bias,
+        indexer=latent.indexer,
+        shares_selection=latent.indexer is not None and layer in latent.indexer.shared_layers,
     )
 
 

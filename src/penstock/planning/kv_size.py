@@ -98,7 +98,8 @@ def kv_specs(
             vectors are stored on all ranks.
     """
     heads, quantization = math.ceil(size.num_kv_heads / ranks), KV_QUANTIZATION[kv_cache_dtype]
-    spec = KVSpec(heads, size.kv_dim, _computed_dtype(size, dtype), block_size, quantization, latent=size.latent)
+    elements, computed = size.kv_dim + size.index_dim, _computed_dtype(size, dtype)
+    spec = KVSpec(heads, elements, computed, block_size, quantization, latent=size.latent, index_dim=size.index_dim)
     if size.encoder:  # the layers of an encoder share one KV cache
         return [spec]
     layers = size.num_layers if size.num_kv_layers < 0 else size.num_kv_layers

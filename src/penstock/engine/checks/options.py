@@ -48,6 +48,12 @@ def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -
     _check_vision(options, config, speculative)
     if config.state:
         _check_states(options, config, speculative)
+    if config.latent and config.latent.indexer and options.kv_cache_dtype != "auto":
+        message = (
+            f"kv_cache_dtype: {options.kv_cache_dtype} is not supported for {config.architecture}, whose sparse "
+            "attention stores index keys unquantized; use auto"
+        )
+        raise PenstockError(Code.UNSUPPORTED, message, "kv_cache_dtype")
     _check_ranks(options, config)
     return options
 
