@@ -76,7 +76,7 @@ def read_indexer_config(
     invalid or unsupported size."""
     topk, heads, dim = (int(raw[name]) for name in ("index_topk", "index_n_heads", "index_head_dim"))
     if not latent.q_lora_rank:
-        raise ValueError("q_lora_rank is missing, which the indexer of sparse attention requires")
+        raise ValueError("q_lora_rank is missing or 0, which the indexer of sparse attention requires")
     if not 1 <= topk <= MAX_INDEX_TOPK:
         raise ValueError(f"index_topk is {topk}; it must be from 1 to {MAX_INDEX_TOPK}")
     if not 1 <= heads <= MAX_INDEX_HEADS:
