@@ -13,6 +13,7 @@ import pytest
 import test_speculative_heads as heads
 import torch
 from checkpoints import SMALL, save
+import test_sparse_attention
 from test_latent_attention import CONFIGS, save_with_bias
 from test_speculation import with_head
 from transformers import BertConfig, ModernBertConfig, Qwen3Config, Qwen3MoeConfig
@@ -77,9 +78,9 @@ def test_embeddings_of_decoder_equal_reference_backend(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["v3", "v2, experts in groups"])
+@pytest.mark.parametrize("name", ["v3", "v2, experts in groups", "v3.2", "glm-5, shared selection, experts"])
 def test_tokens_of_latent_attention_equal_reference_backend(name: str, tmp_path: Path) -> None:
-    save_with_bias(CONFIGS[name], tmp_path)
+    save_with_bias((CONFIGS | test_sparse_attention.CONFIGS)[name], tmp_path)
     assert tokens(tmp_path, ops="cuda") == tokens(tmp_path, ops="reference")
 
 

@@ -226,7 +226,7 @@ def select_keys(
                 TILE=SCORE_TILE,
                 ROWS=max(power_of_two(heads), 16),
                 DIM=max(power_of_two(dim), 16),
-                num_warps=4,
+                num_warps=8 if heads > 32 else 4,
                 num_stages=2,
             )
         launch(

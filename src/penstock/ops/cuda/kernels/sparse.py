@@ -108,7 +108,7 @@ def select_keys(
         threshold = tl.zeros([], tl.int64)
         remaining = tl.zeros([], tl.int32) + TOP_K  # to select of the scores whose higher digits are the threshold's
         for step in tl.static_range(4):
-            shift: tl.constexpr = 24 - 8 * step
+            shift = 24 - 8 * step
             found = tl.zeros([256], tl.int32)
             for first in range(0, end, BLOCK):
                 at = first + columns
