@@ -338,7 +338,7 @@ struct SelectKeys {
   const int32_t* block_tables;  // [sequences, table_width]
   const int32_t* sequences;  // [tokens]
   const int32_t* ends;  // [tokens]: number of positions up to the query's
-  const int32_t* tiles;  // [tasks, 2]: token, and first of the kSplitPositions positions that a task of `index_scores` scores
+  const int32_t* tiles;  // [tasks, 2]: token, and first of kSplitPositions positions to score
   const int64_t* offsets;  // [tokens]: index of the token's first score; -1: all of its positions are selected
   float* scores;
   int32_t* slots;  // [tokens, top_k]: slots of the selected positions, in ascending order of positions

@@ -234,7 +234,9 @@ void gather_span(const Attention& a, LatentScratch<K>& memory, const KVPanel<K>&
   const int64_t dim = a.dim, size = panel_positions(a.block_size), vector = dim * sizeof(typename K::Element);
   memory.gathered.resize(ceil_div(kMaxLatentKey * kSpan * sizeof(typename K::Element), sizeof(CacheLine)));
   const LatentPanel<K> gathered(memory.gathered.data(), 0, dim, kSpan);
-  auto cached = [&](int64_t slot) { return LatentPanel<K>(a.cache, slot / size, a.row, size).vectors + slot % size * a.row; };
+  auto cached = [&](int64_t slot) {
+    return LatentPanel<K>(a.cache, slot / size, a.row, size).vectors + slot % size * a.row;
+  };
   for (int64_t p = 0; p < count; p++) memcpy(gathered.vectors + p * dim, cached(slots[p]), vector);
   const int64_t whole = ceil_div(count, 4) * 4;
   memset(gathered.vectors + count * dim, 0, (whole - count) * vector);

@@ -10,10 +10,10 @@ from typing import Any
 import encoder_checkpoints
 import interpreted  # noqa: F401 - must precede the kernels
 import pytest
+import test_sparse_attention
 import test_speculative_heads as heads
 import torch
 from checkpoints import SMALL, save
-import test_sparse_attention
 from test_latent_attention import CONFIGS, save_with_bias
 from test_speculation import with_head
 from transformers import BertConfig, ModernBertConfig, Qwen3Config, Qwen3MoeConfig

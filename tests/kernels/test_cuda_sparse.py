@@ -63,16 +63,22 @@ def test_selection_and_sparse_attention_match_reference(seed: int, monkeypatch: 
     for vectors in sequences.vectors:
         vectors[:, -index_dim:] = torch.randint(-1, 2, (len(vectors), index_dim))
     ours, theirs, tables = sequences.cache(16 * rng.randint(1, 8), list(range(len(lengths))), 255)
-    tokens, metadata = sum(counts), metadata_of(counts, lengths, tables, rng.choice((0, 2)))
-    index_q = torch.randint(-2, 3, (tokens, index_heads, index_dim)).to(dtype)
-    weights, q = torch.randint(-3, 4, (tokens, index_heads)).float(), randn(rng, tokens, heads, size + 16, dtype=dtype)
-    got = latent.select_keys(index_q, weights, ours, metadata, top_k, 0.5)
-    expected = reference.select_keys(index_q, weights, theirs, metadata_of(counts, lengths, tables), top_k, 0.5)
-    assert torch.equal(got.seq_lens, expected.seq_lens) and torch.equal(got.query_start_loc, expected.query_start_loc)
-    used = torch.arange(top_k) < got.seq_lens[:, None]
-    assert torch.equal(got.block_tables[used], expected.block_tables[used])
-    attended = latent.latent_attention(q, ours, got, 0.2, size, selected=True)
-    assert_close(attended, reference.latent_attention(q, theirs, expected, 0.2, size, selected=True).contiguous())
+    tokens, padding = sum(counts), rng.choice((0, 2))  # as in a CUDA graph: padding of sequences and tokens
+    metadata, plain = metadata_of(counts, lengths, tables, padding), metadata_of(counts, lengths, tables)
+    index_q = torch.randint(-2, 3, (tokens + padding, index_heads, index_dim)).to(dtype)
+    weights = torch.randint(-3, 4, (tokens + padding, index_heads)).float()
+    q = randn(rng, tokens + padding, heads, size + 16, dtype=dtype)
+    for _ in range(2):  # layers of a step share the plan
+        got = latent.select_keys(index_q, weights, ours, metadata, top_k, 0.5)
+    expected = reference.select_keys(index_q[:tokens], weights[:tokens], theirs, plain, top_k, 0.5)
+    assert got.seq_lens.tolist() == [*expected.seq_lens.tolist(), *[0] * padding]
+    assert got.query_start_loc.tolist() == [*range(tokens), *[tokens] * (1 + padding)]
+    used = torch.arange(top_k) < expected.seq_lens[:, None]
+    assert torch.equal(got.block_tables[:tokens][used], expected.block_tables[used])
+    attended = latent.latent_attention(q, ours, got, 0.2, size, selected=True)[:tokens]
+    assert_close(
+        attended, reference.latent_attention(q[:tokens], theirs, expected, 0.2, size, selected=True).contiguous()
+    )
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -97,8 +103,10 @@ def test_sparse_attention_does_not_depend_on_batch(monkeypatch: pytest.MonkeyPat
             counts = [end - begin if i == 0 else 1 for i in chosen]
             totals = [first + end if i == 0 else lengths[i] for i in chosen]
 
-            def gathered(each: torch.Tensor) -> torch.Tensor:
-                others = (each[begin:end] if i == 0 else randn(rng, *each[:1].shape, dtype=each.dtype) for i in chosen)
+            parts = slice(begin, end)
+
+            def gathered(each: torch.Tensor, parts: slice = parts, chosen: list[int] = chosen) -> torch.Tensor:
+                others = (each[parts] if i == 0 else randn(rng, *each[:1].shape, dtype=each.dtype) for i in chosen)
                 return torch.cat(list(others))
 
             metadata = metadata_of(counts, totals, tables, rng.choice((0, 3)))
@@ -111,4 +119,6 @@ def test_sparse_attention_does_not_depend_on_batch(monkeypatch: pytest.MonkeyPat
             plain = Sequences(rng, replace(spec, head_dim=32, index_dim=0), lengths)
             plain.vectors = [vectors[:, :32] for vectors in sequences.vectors]
             cache, _, tables = plain.cache(16, [0], 0)
-            assert torch.equal(latent.latent_attention(q, cache, metadata_of([queries], lengths[:1], tables), 0.2, 16), known)
+            assert torch.equal(
+                latent.latent_attention(q, cache, metadata_of([queries], lengths[:1], tables), 0.2, 16), known
+            )

@@ -19,9 +19,9 @@ import test_latent_attention
 import test_models
 import test_prefill_decode
 import torch
-from checkpoints import save
 from hypothesis import given, settings
 from peft import LoraConfig, get_peft_model
+from quantized import KINDS, quantize
 from test_exactness import ADAPTERS, answers, draw_engine, draw_request, run, start
 from test_latent_attention import EXPERTS, LATENT, SCALED, save_with_bias, store
 from test_ops import DTYPES, NAMES, assert_close, cpu, draw_batch, kernels, randn, seeds
@@ -47,7 +47,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "v3.2, experts": DeepseekV32Config(**SPARSE | EXPERTS | {"index_head_dim": 16}),
     "glm-5": GlmMoeDsaConfig(**SPARSE),
     "glm-5, shared selection, experts": GlmMoeDsaConfig(
-        **SPARSE | EXPERTS | {"num_hidden_layers": 5, "index_topk": 32}, indexer_types=["full", "shared"] * 2 + ["shared"]
+        **SPARSE | EXPERTS | {"num_hidden_layers": 5, "index_topk": 32},
+        indexer_types=["full", "shared"] * 2 + ["shared"],
     ),
     "glm-5, last layer selects": GlmMoeDsaConfig(**SPARSE, index_topk_pattern="FSF"),
 }
@@ -108,7 +109,9 @@ def fill(ops: Any, cache: Any, spec: KVSpec, rope: int, vectors: Tensor, slots: 
     table = torch.cat((torch.ones(rope // 2), torch.zeros(rope // 2)))[None]
     none, positions = vectors.new_zeros(len(vectors), 1, rope), torch.zeros(len(vectors), dtype=torch.int64)
     latent, k, index_keys = vectors.split([spec.latent, rope, spec.index_dim], 1)
-    ops.latent_rope_and_store(none, k, latent, positions, table, cache, slots, False, torch.empty_like(none), index_keys)
+    ops.latent_rope_and_store(
+        none, k, latent, positions, table, cache, slots, False, torch.empty_like(none), index_keys
+    )
 
 
 def slots_of(table: Tensor, length: int, block_size: int) -> Tensor:
@@ -136,7 +139,10 @@ def test_selection_and_sparse_attention_match_reference(seed: int) -> None:
         cache.data.fill_(255)  # bytes of 255 are NaN
     # few different integers, so that scores are exact and often equal
     index_q = torch.randint(-2, 3, (tokens, index_heads, index_dim)).to(dtype)
-    weights, q = torch.randint(-3, 4, (tokens, index_heads)).float(), randn(seed, tokens, heads, latent + rope, dtype=dtype)
+    weights, q = (
+        torch.randint(-3, 4, (tokens, index_heads)).float(),
+        randn(seed, tokens, heads, latent + rope, dtype=dtype),
+    )
     starts, scale, lone = batch.attention.query_start_loc.tolist(), (latent + rope) ** -0.5, []
     for i, length in enumerate(batch.attention.seq_lens.tolist()):
         vectors = randn(rng.getrandbits(31), length, spec.head_dim, dtype=dtype)
@@ -183,8 +189,9 @@ def test_selection_does_not_depend_on_the_number_of_threads(seed: int) -> None:
     for table, vectors in zip(tables, keys, strict=True):
         fill(cpu, cache, spec, 32, vectors, slots_of(table, len(vectors), 64))
     q, index_q = randn(seed, 6, 20, 64, dtype=dtype), randn(seed, 6, 8, 32, dtype=dtype)
-    weights, metadata = randn(seed, 6, 8), AttentionMetadata(
-        torch.tensor([0, new, 2 * new]).int(), torch.tensor(lengths).int(), tables
+    weights, metadata = (
+        randn(seed, 6, 8),
+        AttentionMetadata(torch.tensor([0, new, 2 * new]).int(), torch.tensor(lengths).int(), tables),
     )
     before, found = kernels.threads(), []
     try:
@@ -241,6 +248,18 @@ def test_ranks_stages_and_prefill_engine_answer_as_one_rank(checkpoint: Path, se
         cluster.close()
 
 
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("name", ["v3.2", "glm-5, last layer selects"])
+def test_fp8_checkpoint_matches_transformers(name: str, tmp_path: Path) -> None:
+    """As published: all matrices of the layers in blocks, but for ``weights_proj``."""
+    sizes = {"q_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 32, "vocab_size": 320}
+    whole = [f"model.layers.{layer}.self_attn.indexer.weights_proj" for layer in range(3)]
+    kind = replace(KINDS["fp8 blocks, ue8m0"], skip=("lm_head", *whole))
+    model = quantize(tmp_path, kind, type(CONFIGS[name])(**CONFIGS[name].to_dict() | sizes))
+    llm = LLM(tmp_path, ops="cpu", **OPTIONS)
+    test_models.test_logprobs_and_greedy_tokens_match_transformers((llm, model))
+
+
 def test_step_exports_latent_vectors_and_index_keys(checkpoint: Path) -> None:
     for name in ("cpu", "reference"):
         test_kv_export.test_imported_kv_gives_same_hidden_states(checkpoint, backend(CPU, name), "")
@@ -274,7 +293,9 @@ def test_planned_kv_and_weight_bytes_equal_the_model(checkpoint: Path) -> None:
     model = load_model(checkpoint, backend(CPU, "reference"), LoadOptions(dtype=torch.bfloat16))
     size = model_size_of(config.raw)
     assert kv_specs(size, 16, "auto", "bfloat16") == model.kv_specs(16)
-    assert sum(spec.bytes_per_token for spec in model.kv_specs(16)) == 2 * (32 + 16 + 32) * 5
+    assert [spec.bytes_per_token for spec in model.kv_specs(16)] == [
+        2 * (32 + 16 + 32 * selects) for selects in (1, 0, 1, 0, 0)
+    ]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

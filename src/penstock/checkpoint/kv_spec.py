@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element, by dtype name."""
@@ -43,6 +43,10 @@ class KVSpec:
     """Number of leading elements of a token's vector that are its value; 0: separate keys and values."""
     index_dim: int = 0
     """Elements of the index key of sparse attention, only with ``latent``; 0: dense attention."""
+
+    def without_index_keys(self) -> KVSpec:
+        """The KV cache of a layer that attends to the keys selected by another layer."""
+        return replace(self, head_dim=self.head_dim - self.index_dim, index_dim=0)
 
     @property
     def vectors(self) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-
 MAX_INDEX_HEADS = 128
 """Maximum number of index heads."""
 MAX_INDEX_DIM = 256

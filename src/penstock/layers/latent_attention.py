@@ -39,7 +39,9 @@ class Indexer:
         self._query = ColumnParallelLinear(context, [f"{name}.wq_b"], q_rank, [Shard(0, queries, queries)])
         self._key = ColumnParallelLinear(context, [f"{name}.wk"], hidden_size, [Shard(0, dim, dim)])
         self._norm = LayerNorm(context, f"{name}.k_norm", dim, NORM_EPS, bias=True)
-        self._weights = context.unquantized_matrix(f"{name}.weights_proj", hidden_size, Shard(0, heads, heads))
+        self._to_float32 = context.dtype != torch.float32
+        weights_context = replace(context, dtype=torch.float32)
+        self._weights = weights_context.unquantized_matrix(f"{name}.weights_proj", hidden_size, Shard(0, heads, heads))
         self._scale = (heads * dim) ** -0.5
 
     def keys(self, x: Tensor, batch: Batch) -> Tensor:
@@ -64,7 +66,7 @@ class Indexer:
         """
         q = self._query(q_latent, lora_slots).unflatten(-1, (self._config.heads, -1))
         q = self._ops.rope(q, positions, self._rope, self._config.interleave)
-        weights = self._weights.linear(x, out_float32=True)
+        weights = self._weights.linear(self._ops.to_float32(x) if self._to_float32 else x, out_float32=True)
         return self._ops.select_keys(q, weights, cache, metadata, self._config.topk, self._scale)
 
 
@@ -112,12 +114,12 @@ class LatentAttention:
         self._ops, self._group = context.ops, context.group
         self._dtype, self._device = context.dtype, context.device
         self._positions: Tensor | None = None
-        self._index_dim, self._indexer = 0, None
-        if indexer:
+        self._is_sparse, self._index_dim = indexer is not None, 0
+        self._indexer: Indexer | None = None
+        if indexer and not shares_selection:
             assert q_rank and rope is not None
             self._index_dim = indexer.dim
-            if not shares_selection:
-                self._indexer = Indexer(context, f"{name}.indexer", hidden_size, q_rank, rope, indexer)
+            self._indexer = Indexer(context, f"{name}.indexer", hidden_size, q_rank, rope, indexer)
         if rope is None:  # the rotation by position 0 is the identity
             half, device = rope_dim // 2, context.device
             rope = torch.cat((torch.ones(1, half, device=device), torch.zeros(1, half, device=device)), -1)
@@ -157,10 +159,10 @@ class LatentAttention:
     ) -> Tensor:
         queries, q_latent = self._store(x, cache, batch)
         queries, metadata, lora_slots = export_and_select(self._ops, queries, cache, batch, logits_only, export)
-        if self._index_dim:
+        if self._is_sparse:
             metadata = self._select_keys(x, q_latent, cache, batch, logits_only)
         attended = self._ops.latent_attention(
-            queries, cache, metadata, self._scale, self._latent, selected=self._index_dim > 0
+            queries, cache, metadata, self._scale, self._latent, selected=self._is_sparse
         )
 
         def values(out: Tensor | None) -> Tensor:
@@ -206,13 +208,9 @@ class LatentAttention:
             batch.slot_mapping,
             self._interleaved,
             queries[..., self._latent :],
-            self._index_keys(x, batch),
+            self._indexer.keys(x, batch) if self._indexer else None,
         )
         return queries, q_input
-
-    def _index_keys(self, x: Tensor, batch: Batch) -> Tensor | None:
-        """Index keys of the tokens, ``[tokens, index_dim]``; None: the cache has none, or they are not read."""
-        return self._indexer.keys(x, batch) if self._indexer else None
 
 
 def _of_rows(ops: Ops, selection: AttentionMetadata, rows: Tensor) -> AttentionMetadata:

@@ -145,7 +145,7 @@ def latent_attention(context: BuildContext, config: ModelConfig, layer: int, nam
         scale=latent.scale,
         bias=config.output_bias,
         indexer=latent.indexer,
-        shares_selection=latent.indexer is not None and layer in latent.indexer.shared_layers,
+        shares_selection=layer in config.shared_layers,
     )
 
 

@@ -102,8 +102,8 @@ def kv_specs(
     spec = KVSpec(heads, elements, computed, block_size, quantization, latent=size.latent, index_dim=size.index_dim)
     if size.encoder:  # the layers of an encoder share one KV cache
         return [spec]
-    layers = size.num_layers if size.num_kv_layers < 0 else size.num_kv_layers
-    return [spec] * (layers + (size.num_mtp_layers if mtp else 0))
+    layers = (size.num_layers if size.num_kv_layers < 0 else size.num_kv_layers) + (size.num_mtp_layers if mtp else 0)
+    return [spec.without_index_keys() if layer in size.shared_layers else spec for layer in range(layers)]
 
 
 def _computed_dtype(size: ModelSize, dtype: str) -> str:

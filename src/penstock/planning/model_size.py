@@ -135,7 +135,7 @@ def size_of(config: ModelConfig) -> ModelSize:
         kv_dim=kv_dim,
         latent=latent.kv_lora_rank if latent else 0,
         index_dim=latent.indexer.dim if latent and latent.indexer else 0,
-        shared_layers=latent.indexer.shared_layers if latent and latent.indexer else frozenset(),
+        shared_layers=config.shared_layers,
         mtp_weights=config.num_mtp_layers * (attention + _indexer(config) + mtp + 2 * hidden * hidden),
         num_mtp_layers=config.num_mtp_layers,
         quantization=config.quantization,
@@ -187,8 +187,7 @@ def _indexer(config: ModelConfig) -> int:
 
 def _indexers(config: ModelConfig) -> int:
     """Parameters of all layers' indexers."""
-    indexer = config.latent.indexer if config.latent else None
-    return _indexer(config) * (config.num_layers - len(indexer.shared_layers)) if indexer else 0
+    return _indexer(config) * (config.num_layers - len(config.shared_layers))
 
 
 def _position_weights(config: ModelConfig) -> int:

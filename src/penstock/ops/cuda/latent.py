@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..batch import AttentionMetadata, AttentionOptions
-from .attention import SPLIT, Variant, plan_of, reduce_splits
+from .attention import SPLIT, Variant, plan_of, reduce_splits, workspace
 from .elementwise import power_of_two
 from .kernels import latent as kernels
 from .kernels import sparse as sparse_kernels
@@ -187,22 +188,16 @@ def select_keys(
     assert q.is_contiguous() and weights.is_contiguous() and metadata.block_tables.stride(1) == 1
     sequences, width = metadata.block_tables.shape
     max_len, device = width * spec.block_size, q.device
-    metadata.plan = {} if metadata.plan is None else metadata.plan
-    starts, counts, plan = metadata.plan.setdefault(
-        ("selected keys", top_k),
-        (
-            torch.arange(tokens + 1, dtype=torch.int32, device=device),
-            torch.empty(tokens, dtype=torch.int32, device=device),
-            {},
-        ),
-    )
+    starts, counts, plan = _shared(metadata, tokens, top_k)
     slots = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
-    group = max(min(SCORE_BYTES // 4 // max(max_len, 1), tokens), 1)
-    scores = torch.empty((group, max_len if max_len > top_k else 0), dtype=torch.float32, device=device)
+    row = max_len if max_len > top_k else 0
+    group = min(max(SCORE_BYTES // 4 // row, 1), tokens) if row else tokens
+    # allocated once, since the forward pass that measures the memory of activations has short sequences
+    scores = workspace(device, max(SCORE_BYTES, 4 * row) if row else 0)[: group * row].view(group, row)
     place = metadata.block_tables, metadata.query_start_loc, metadata.seq_lens
-    for first in range(0, tokens if sequences else 0, group):
+    for first in range(0, tokens if sequences else 0, max(group, 1)):
         queries = min(group, tokens - first)
-        if max_len > top_k:
+        if row:
             launch(
                 sparse_kernels.index_scores,
                 (queries, -(-max_len // SCORE_POSITIONS)),
@@ -246,3 +241,16 @@ def select_keys(
             num_warps=8,
         )
     return AttentionMetadata(starts, counts, slots, plan=plan)
+
+
+def _shared(metadata: AttentionMetadata, tokens: int, top_k: int) -> tuple[Tensor, Tensor, dict[Any, Any]]:
+    """``query_start_loc``, ``seq_lens`` and plan of the selections of a step, which all layers share. Padding tokens
+    are no queries."""
+    metadata.plan = {} if metadata.plan is None else metadata.plan
+    key = "selected keys", top_k
+    if key not in metadata.plan:
+        numbers = torch.arange(tokens + 1, dtype=torch.int32, device=metadata.seq_lens.device)
+        starts = torch.minimum(numbers, metadata.query_start_loc[-1:])
+        metadata.plan[key] = starts, torch.empty_like(starts[1:]), dict[Any, Any]()
+    shared: tuple[Tensor, Tensor, dict[Any, Any]] = metadata.plan[key]
+    return shared

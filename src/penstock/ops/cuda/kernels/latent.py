@@ -139,7 +139,11 @@ def latent_rope_and_store(
         if INDEX > 0 and index_keys is not None:
             indices = tl.arange(0, INDEX_BLOCK)
             index_key = tl.load(index_keys + token * index_stride + indices, mask=indices < INDEX, other=0.0)
-            tl.store(target + LATENT + 2 * HALF + indices[None], index_key[None], mask=(indices < tl.where(slot >= 0, INDEX, 0))[None])
+            tl.store(
+                target + LATENT + 2 * HALF + indices[None],
+                index_key[None],
+                mask=(indices < tl.where(slot >= 0, INDEX, 0))[None],
+            )
 
 
 @triton.jit(do_not_specialize=["num_seqs", "first_row", "table_stride"])
@@ -175,8 +179,8 @@ def latent_attention(
     ROPE_DIM: tl.constexpr,
 ):
     """``attention.attention`` with ``IN_MEMORY`` for a latent cache. All heads share a key, and the value is the
-    beginning of the key: a vector is read once for both products. ``ROW``: elements of a cached vector, which includes an
-    index key. ``SELECTED``: the table holds slots of positions, instead of blocks."""
+    beginning of the key: a vector is read once for both products. ``ROW``: elements of a cached vector, perhaps with
+    an index key. ``SELECTED``: the table holds slots of positions, instead of blocks."""
     HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     TOKENS: tl.constexpr = ROWS // HEAD_TILE
     HEAD_DIM: tl.constexpr = LATENT + ROPE

@@ -1,6 +1,7 @@
 """Kernels of sparse attention (DeepSeek-V3.2): scores of positions, and selection of the largest scores.
 
-A layer's cache is ``[blocks, 1, 1, block_size, ROW]``; the last ``INDEX`` elements of a token's vector are its index key.
+A layer's cache is ``[blocks, 1, 1, block_size, ROW]``; the last ``INDEX`` elements of a token's vector are its index
+key.
 """
 
 import triton
@@ -11,10 +12,11 @@ from .attention import find_sequence
 
 @triton.jit
 def sequence_of(token, query_start_loc, seq_lens, num_seqs):
-    """The sequence of a query, and the number of positions up to the query's."""
+    """The sequence of a query, and the number of positions up to the query's: 0 for padding."""
     sequence, _ = find_sequence(query_start_loc + 1, token, num_seqs)
     end = tl.load(query_start_loc + sequence + 1)
-    return sequence.to(tl.int64), tl.load(seq_lens + sequence) - (end - token) + 1
+    positions = tl.load(seq_lens + sequence) - (end - token) + 1
+    return sequence.to(tl.int64), tl.where(token < end, positions, 0)
 
 
 @triton.jit(do_not_specialize=["first_token", "num_seqs", "table_stride", "score_stride"])
@@ -89,8 +91,8 @@ def select_keys(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Slots of the positions with the largest scores, in order of position. Finds the lowest selected score digit by digit
-    (radix select). Grid: query of the group."""
+    """Slots of the positions with the largest scores, in order of position. Finds the lowest selected score digit by
+    digit (radix select). Grid: query of the group."""
     token = first_token + tl.program_id(0)
     sequence, end = sequence_of(token, query_start_loc, seq_lens, num_seqs)
     table = block_tables + sequence * table_stride
