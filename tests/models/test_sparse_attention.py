@@ -49,6 +49,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "glm-5, shared selection, experts": GlmMoeDsaConfig(
         **SPARSE | EXPERTS | {"num_hidden_layers": 5, "index_topk": 32},
         indexer_types=["full", "shared"] * 2 + ["shared"],
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse", "dense"],
     ),
     "glm-5, last layer selects": GlmMoeDsaConfig(**SPARSE, index_topk_pattern="FSF"),
 }
