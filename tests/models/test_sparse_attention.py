@@ -325,6 +325,8 @@ def test_unsupported_options_are_refused(checkpoint: Path) -> None:
     for dtype in ("int8", "fp8"):
         with pytest.raises(PenstockError, match=f"kv_cache_dtype: {dtype} is not supported for GlmMoeDsaForCausalLM"):
             LLM(checkpoint, kv_cache_dtype=dtype)
+        with pytest.raises(PenstockError, match=f"kv_cache_dtype: {dtype} is not supported for GlmMoeDsaForCausalLM"):
+            kv_specs(size_of(read_config(checkpoint)), kv_cache_dtype=dtype)
 
 
 @pytest.mark.parametrize(

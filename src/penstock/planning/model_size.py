@@ -134,7 +134,7 @@ def size_of(config: ModelConfig) -> ModelSize:
         num_kv_heads=kv_heads,
         kv_dim=kv_dim,
         latent=latent.kv_lora_rank if latent else 0,
-        index_dim=latent.indexer.dim if latent and latent.indexer else 0,
+        index_dim=config.index_dim,
         shared_layers=config.shared_layers,
         mtp_weights=config.num_mtp_layers * (attention + _indexer(config) + mtp + 2 * hidden * hidden),
         num_mtp_layers=config.num_mtp_layers,
