@@ -22,6 +22,7 @@ import torch
 from hypothesis import given, settings
 from peft import LoraConfig, get_peft_model
 from quantized import KINDS, quantize
+from safetensors.torch import load_file
 from test_exactness import ADAPTERS, answers, draw_engine, draw_request, run, start
 from test_latent_attention import EXPERTS, LATENT, SCALED, save_with_bias, store
 from test_ops import DTYPES, NAMES, assert_close, cpu, draw_batch, kernels, randn, seeds
@@ -29,9 +30,12 @@ from test_speculation import check_heads, with_head
 from torch import Tensor
 from transformers import DeepseekV32Config, GlmMoeDsaConfig, PreTrainedConfig
 
+from penstock.config.options import EngineOptions
 from penstock.core import PenstockError
+from penstock.engine.engine_folder import build_engine
 from penstock.frontend.llm import LLM
 from penstock.models import read_config
+from penstock.models.convert import convert
 from penstock.models.loader import LoadOptions, load_model
 from penstock.ops import AttentionMetadata, KVSpec, backend, reference
 from penstock.planning.kv_size import kv_specs
@@ -307,6 +311,18 @@ def test_planned_weights_equal_transformers_parameters(name: str) -> None:
     expected = sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
     size = model_size_of({**config.to_dict(), "architectures": [f"{type(config).__name__[:-6]}ForCausalLM"]})
     assert size.layer_weights + size.embedding_weights == expected
+
+
+def test_engine_folder_gives_same_answers_and_is_converted_to_its_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    build_engine(EngineOptions(model=str(checkpoint), dtype="float32"), tmp_path / "engine")
+    convert(tmp_path / "engine", tmp_path / "new")
+    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "new"))
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    prompts, params = [test_models.draw(3, 90)], test_models.SamplingParams(max_tokens=8, logprobs=1, seed=0)
+    packed, plain = (
+        LLM(folder, **OPTIONS).generate(prompts, params, use_tqdm=False) for folder in (tmp_path / "engine", checkpoint)
+    )
+    assert [output.outputs for output in packed] == [output.outputs for output in plain]
 
 
 def test_stages_begin_with_layers_that_select_keys(checkpoint: Path) -> None:
