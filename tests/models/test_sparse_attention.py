@@ -280,6 +280,7 @@ def test_multi_token_prediction_layers_generate_drafts(name: str, accurate: bool
     check_heads(with_head(tmp_path, accurate, config), accurate)
 
 
+@pytest.mark.slow
 def test_token_trees_do_not_change_outputs(tmp_path: Path) -> None:
     config = CONFIGS["v3.2, experts"]
     folder = with_head(tmp_path, False, type(config)(**config.to_dict() | {"vocab_size": 3584}))
