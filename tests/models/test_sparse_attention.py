@@ -30,6 +30,7 @@ from test_speculation import check_heads, with_head
 from torch import Tensor
 from transformers import DeepseekV32Config, GlmMoeDsaConfig, PreTrainedConfig
 
+from penstock import LoRARequest
 from penstock.config.options import EngineOptions
 from penstock.core import PenstockError
 from penstock.engine.engine_folder import build_engine
@@ -251,6 +252,26 @@ def test_ranks_stages_and_prefill_engine_answer_as_one_rank(checkpoint: Path, se
         assert cluster.counts("completed") > 0
     finally:
         cluster.close()
+
+
+@pytest.mark.parametrize("name", ["v3.2", "glm-5, shared selection, experts"])
+def test_adapter_of_indexer_matches_peft(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    adapted = get_peft_model(save_with_bias(CONFIGS[name], tmp_path), LoraConfig(r=4, target_modules=["wq_b", "wk"]))
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, std=0.5)
+    adapted.save_pretrained(tmp_path / "adapter")
+    llm, prompt = LLM(tmp_path, **OPTIONS, enable_lora=True, max_loras=1), test_models.draw(5, 150)
+    params = test_models.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for lora in (None, LoRARequest("adapter", 1, str(tmp_path / "adapter"))):
+        (output,) = llm.generate([prompt], params, use_tqdm=False, lora_request=lora)
+        found.append([next(iter(each.values())).logprob for each in (output.prompt_logprobs or [])[1:] if each])
+    with torch.inference_mode():
+        table = adapted(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    expected = table[torch.arange(149), prompt[1:]].tolist()
+    assert found[1] == pytest.approx(expected, abs=1e-4) and found[0] != pytest.approx(expected, abs=1e-2)
 
 
 @pytest.mark.slow_after(1)
