@@ -42,7 +42,7 @@ from .kv_cache import (
     rope_and_store,
     store_kv,
 )
-from .latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head
+from .latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head, select_keys
 from .lightning import lightning_attention
 from .limits import measure_limits, set_threads
 from .lora import add_lora, new_lora_slots, pack_lora, set_lora
