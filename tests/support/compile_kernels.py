@@ -275,6 +275,8 @@ def attentions(whole: bool) -> Calls:
     others: dict[tuple[int, ...], dict[str, Any]] = {
         (16, 8, 256, 64, 4096): {"softcap": 50.0},  # Gemma-2-9B
         (64, 8, 64, 64, 128): {"sinks": torch.empty(64)},  # gpt-oss
+        (32, 32, 128, 64, 0): {"alibi": torch.empty(32)},  # BLOOM-7B
+        (8, 1, 512, 64, 0): {},  # global layers of Gemma 4
     }
     shapes += [*others] if whole else [*others][:1]
     if whole:

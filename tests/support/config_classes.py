@@ -20,7 +20,7 @@ TEXT = (
     *("bert", "roberta", "xlm-roberta", "modernbert", "gte"),
     *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma"),
     *("gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "hunyuan_v1_dense"),
-    *("falcon_mamba", "jamba", "lfm2", "lfm2_moe", "mamba", "recurrent_gemma"),
+    *("bloom", "falcon", "falcon_mamba", "jamba", "lfm2", "lfm2_moe", "mamba", "recurrent_gemma"),
     *(
         "hunyuan_v1_moe",
         "internlm3",
@@ -35,7 +35,7 @@ TEXT = (
     ),
     *("olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "whisper"),
     *("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax", "mpt"),
 )
 """``model_type`` of text models, encoders first, and of the speech model."""
 COMPOSITE = (

@@ -13,6 +13,7 @@ from checkpoints import SMALL, save
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
+    BloomConfig,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
@@ -21,6 +22,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -37,6 +39,7 @@ from transformers import (
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    MptConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -282,6 +285,52 @@ def internlm3(rng: Random) -> PreTrainedConfig:
     return config
 
 
+def bloom(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng, head_dim=False)
+    return BloomConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=given["hidden_size"],
+        n_head=given["num_attention_heads"],
+        n_layer=given["num_hidden_layers"],
+        apply_residual_connection_post_layernorm=rng.random() < 0.3,
+        tie_word_embeddings=given["tie_word_embeddings"],
+    )
+
+
+def mpt(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng, head_dim=False)
+    return MptConfig(
+        vocab_size=VOCABULARY,
+        d_model=given["hidden_size"],
+        n_heads=given["num_attention_heads"],
+        n_layers=given["num_hidden_layers"],
+        attn_config={"softmax_scale": rng.choice((None, 0.2))},
+        tie_word_embeddings=given["tie_word_embeddings"],
+    )
+
+
+def falcon(rng: Random) -> PreTrainedConfig:
+    """Falcon with rotary embedding: 7B, 40B, 11B, and RW's layers."""
+    given = sizes(rng, head_dim=False)
+    kind = rng.choice(("7B", "40B", "11B", "RW"))
+    kv_heads = {"40B": given["num_key_value_heads"], "11B": given["num_key_value_heads"]}
+    return FalconConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=given["hidden_size"],
+        num_attention_heads=given["num_attention_heads"],
+        num_hidden_layers=given["num_hidden_layers"],
+        new_decoder_architecture=kind in kv_heads,
+        multi_query=kind == "7B",
+        parallel_attn=kind != "RW",
+        num_kv_heads=kv_heads.get(kind),
+        num_ln_in_parallel_attn=1 if kind == "11B" else None,
+        ffn_hidden_size=rng.choice((96, 256)),
+        activation=rng.choice(("gelu", "relu")),
+        bias=flag(rng),
+        tie_word_embeddings=given["tie_word_embeddings"],
+    )
+
+
 def experts(rng: Random, number: str = "num_experts", norm: bool = True) -> dict[str, Any]:
     """Random sizes of the experts; ``number`` is the family's name of the number of experts."""
     given: dict[str, Any] = {number: rng.choice((5, 8, 16)), "num_experts_per_tok": rng.choice((1, 2, 4))}
@@ -458,6 +507,9 @@ FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Starcoder2": starcoder2,
     "Ernie4_5": ernie4_5,
     "HunYuanDenseV1": hunyuan,
+    "Bloom": bloom,
+    "Mpt": mpt,
+    "Falcon": falcon,
     "InternLM3": internlm3,
     "DeepseekV2": _deepseek(DeepseekV2Config),
     "DeepseekV3": _deepseek(DeepseekV3Config),

@@ -84,6 +84,7 @@ class Attention:
         scale: softmax scale; None: ``head_dim ** -0.5``.
         softcap: soft cap of the attention scores, ``cap * tanh(score / cap)``; 0: off.
         sinks: sink logits of this rank's heads, ``[heads]`` float32; None: no sinks.
+        alibi: ALiBi slopes of this rank's heads, ``[heads]`` float32; None: off.
         gated: multiply the output by the sigmoid of ``q_gate`` of the input.
         input_size: size of the input of ``q_proj``, ``k_proj`` and ``v_proj``; None: ``hidden_size``.
     """
@@ -109,6 +110,7 @@ class Attention:
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
         gated: bool = False,
         input_size: int | None = None,
     ) -> None:
@@ -120,7 +122,7 @@ class Attention:
         self._head_dim = head_dim
         self._query_factors = query_factors
         scale = head_dim**-0.5 if scale is None else scale
-        self._options = AttentionOptions(scale, window, softcap, sinks, chunked=chunked)
+        self._options = AttentionOptions(scale, window, softcap, sinks, chunked=chunked, alibi=alibi)
         queries, keys = (heads * head_dim for heads in shard_heads(context.group, num_heads, num_kv_heads))
         self._queries, self._keys = queries, keys
         self._num_kv_heads = keys.size // head_dim

@@ -63,6 +63,11 @@ class Decoder(BaseModel):
         tied = config.tie_word_embeddings or not config.has_lm_head
         if self._is_first or (self._is_last and tied) or self.EMBEDS_IN_ALL_STAGES:
             self._embedding = Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size)
+        self._embedding_norm = (
+            make_norm(context, config, "model.embed_norm", config.hidden_size)
+            if config.options.embedding_norm and (self._is_first or self.EMBEDS_IN_ALL_STAGES)
+            else None
+        )
         self._layers = [layer(number) for number in track_layers(context, self.layers)]
         for index, part in enumerate(self._state_layers()):
             part.state_index = index
@@ -153,6 +158,7 @@ class Decoder(BaseModel):
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         x = self._embedding(token_ids)
+        x = self._embedding_norm(x) if self._embedding_norm else x
         return x if self._embedding_scale == 1 else self._ops.scale(x, self._embedding_scale)
 
 

@@ -345,6 +345,7 @@ def attention(
     causal: bool,
     key_ends: int,
     chunked: bool,
+    alibi: int,
     /,
 ) -> None: ...
 def latent_store(
