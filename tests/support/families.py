@@ -25,6 +25,7 @@ from transformers import (
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -162,6 +163,32 @@ def gemma3(rng: Random) -> PreTrainedConfig:
         final_logit_softcapping=rng.choice((None, 30.0)),
         rope_parameters=parameters,
     )
+
+
+def gemma4(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng) | {"num_hidden_layers": 6, "tie_word_embeddings": True}
+    shared, kinds = rng.choice((0, 2, 3)), ["sliding_attention", "full_attention"]
+    return Gemma4TextConfig(
+        **given,
+        attention_bias=flag(rng),
+        global_head_dim=rng.choice((16, 48, 64)),
+        num_global_key_value_heads=rng.choice((None, 1, 2)),
+        attention_k_eq_v=flag(rng),
+        layer_types=rng.choice((kinds * 3, [*kinds, *kinds[:1] * 3, kinds[1]])),
+        sliding_window=rng.choice((24, 100)),
+        num_kv_shared_layers=shared,
+        use_double_wide_mlp=flag(rng),
+        hidden_size_per_layer_input=rng.choice((0, 16, 32)),
+        vocab_size_per_layer_input=VOCABULARY,
+        final_logit_softcapping=rng.choice((None, 30.0)),
+    )
+
+
+def gemma4_moe(rng: Random) -> PreTrainedConfig:
+    config = gemma4(rng)
+    config.enable_moe_block = True
+    config.num_experts, config.top_k_experts, config.moe_intermediate_size = 8, rng.choice((1, 2, 3)), 48
+    return config
 
 
 def phi3(rng: Random) -> PreTrainedConfig:
@@ -493,6 +520,7 @@ FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Gemma": gemma,
     "Gemma2": gemma2,
     "Gemma3": gemma3,
+    "Gemma4": gemma4,
     "Phi3": phi3,
     "Granite": granite,
     "Glm": _glm(GlmConfig),

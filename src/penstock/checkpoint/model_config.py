@@ -88,6 +88,11 @@ class ModelConfig:
     """Multi-head latent attention; None: grouped-query attention."""
     layer_kinds: tuple[LayerKind, ...] = ()
     """Kind of each layer; empty: attention in all layers."""
+    layer_heads: tuple[tuple[int, int], ...] = ()
+    """Number of KV heads, and elements per head, of each layer (Gemma 4); empty: ``num_kv_heads`` and ``head_dim``."""
+    kv_sources: tuple[int, ...] = ()
+    """For each layer, the layer whose keys and values it attends to: itself, or an earlier one. The layers with keys and
+    values come first (Gemma 4). Empty: itself."""
     state: StateConfig | None = None
     """Layers with recurrent state; None: no such layers."""
     options: DecoderOptions = field(default_factory=DecoderOptions)
@@ -107,8 +112,29 @@ class ModelConfig:
     """Implementation: Penstock's family, or the modules of transformers."""
 
     def has_attention(self, layer: int) -> bool:
-        """Whether a layer, or MTP layer, has attention, and thus keys and values."""
+        """Whether a layer, or MTP layer, has attention."""
         return layer >= len(self.layer_kinds) or self.layer_kinds[layer] in ("attention", "both")
+
+    def has_kv(self, layer: int) -> bool:
+        """Whether a layer, or MTP layer, has keys and values."""
+        return self.has_attention(layer) and self.kv_source(layer) == layer
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values a layer attends to."""
+        return self.kv_sources[layer] if layer < len(self.kv_sources) else layer
+
+    def kv_heads_of(self, layer: int) -> int:
+        """Number of KV heads of a layer, or MTP layer."""
+        return self.layer_heads[layer][0] if layer < len(self.layer_heads) else self.num_kv_heads
+
+    def head_dim_of(self, layer: int) -> int:
+        """Elements per head of a layer, or MTP layer."""
+        return self.layer_heads[layer][1] if layer < len(self.layer_heads) else self.head_dim
+
+    @property
+    def kv_head_counts(self) -> set[int]:
+        """Numbers of KV heads of the layers."""
+        return {self.num_kv_heads, *(heads for heads, _ in self.layer_heads)}
 
     def has_state(self, layer: int) -> bool:
         """Whether a layer has recurrent state."""

@@ -97,12 +97,17 @@ def kv_specs(
         ranks: number of tensor-parallel ranks, which split the KV heads. Each rank has at least one head; latent
             vectors are stored on all ranks.
     """
-    heads, quantization = math.ceil(size.num_kv_heads / ranks), KV_QUANTIZATION[kv_cache_dtype]
-    spec = KVSpec(heads, size.kv_dim, _computed_dtype(size, dtype), block_size, quantization, latent=size.latent)
+    quantization, computed = KV_QUANTIZATION[kv_cache_dtype], _computed_dtype(size, dtype)
+
+    def spec(heads: int, dim: int) -> KVSpec:
+        return KVSpec(math.ceil(heads / ranks), dim, computed, block_size, quantization, latent=size.latent)
+
+    usual = size.num_kv_heads, size.kv_dim
     if size.encoder:  # the layers of an encoder share one KV cache
-        return [spec]
+        return [spec(*usual)]
     layers = size.num_layers if size.num_kv_layers < 0 else size.num_kv_layers
-    return [spec] * (layers + (size.num_mtp_layers if mtp else 0))
+    shapes = [*(size.kv_shapes or (usual,) * layers), *(usual,) * (size.num_mtp_layers if mtp else 0)]
+    return [spec(*shape) for shape in shapes]
 
 
 def _computed_dtype(size: ModelSize, dtype: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.checkpoint.engine_config import FIXED_OPTIONS, engine_config_of
@@ -102,7 +103,8 @@ def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
             message = f"is {options.node_rank}, must be 0 for an engine; on other nodes run penstock serve --node-rank"
             raise invalid("node_rank", message, 0)
     if options.pipeline_parallel_size > 1 or options.pipeline_parallel_layers:
-        split_layers(size_of(config), options.pipeline_parallel_size, options.pipeline_parallel_layers)
+        stages = split_layers(size_of(config), options.pipeline_parallel_size, options.pipeline_parallel_layers)
+        _check_shared_kv(stages, config)
     ranks, expert_parallel = options.tensor_parallel_size, options.enable_expert_parallel
     if options.expert_parallel_size not in (0, ranks) or (options.expert_parallel_size and not expert_parallel):
         message = (
@@ -113,7 +115,8 @@ def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
     if ranks > 1:
         from penstock.parallel import SingleRank, shard_heads  # this module imports PyTorch
 
-        shard_heads(SingleRank(size=ranks), config.num_heads, config.num_kv_heads)
+        for kv_heads in config.kv_head_counts:
+            shard_heads(SingleRank(size=ranks), config.num_heads, kv_heads)
     if config.experts and config.experts.by_modality and options.expert_load:
         message = (
             f"expert_load: not supported for {config.architecture}, which has separate experts for images; "
@@ -124,6 +127,15 @@ def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
         message = "expert_load: not supported with model_impl transformers; remove this option"
         raise PenstockError(Code.UNSUPPORTED, message, "expert_load")
     _check_experts(options, config.experts.num_experts if config.experts else 0)
+
+
+def _check_shared_kv(stages: Sequence[range], config: ModelConfig) -> None:
+    """Raise ``PenstockError`` if a layer attends to keys and values of a layer in another pipeline stage."""
+    if any(config.kv_source(layer) not in layers for layers in stages for layer in layers):
+        first, total = min(source for layer, source in enumerate(config.kv_sources) if source != layer), config.num_layers
+        counts = ",".join(str(len(layers)) for layers in stages)
+        message = f"the last {total - first} layers share keys and values, so the last stage must have at least these"
+        raise invalid("pipeline_parallel_layers", f"{message} (numbers of layers now: {counts})")
 
 
 def _check_experts(options: EngineOptions, num_experts: int) -> None:

@@ -117,6 +117,8 @@ class KVConnector:
         )
         if len(stage_layers) == 1:  # layers without keys and values are not counted
             stage_layers = [range(len(layouts))]
+        # The last layers may attend to keys and values of earlier ones (ModelConfig.kv_sources).
+        stage_layers = [range(layers.start, min(layers.stop, len(layouts))) for layers in stage_layers]
         stages = [
             (layers, list(range(stage * options.tensor_parallel_size, (stage + 1) * options.tensor_parallel_size)))
             for stage, layers in enumerate(stage_layers)

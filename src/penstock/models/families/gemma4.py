@@ -1,0 +1,133 @@
+"""Gemma 4 (Google DeepMind, 2026): Gemma 3's layers, with other heads in layers with full attention, norms of values, a
+scalar per layer, and, in some models, embeddings of tokens for each layer, and last layers that attend to keys and values
+of earlier ones. Prompts are text only: towers are not loaded."""
+
+from dataclasses import replace
+from typing import Any
+
+from penstock.checkpoint.decoder_options import NormOptions
+from penstock.checkpoint.model_config import (
+    COUNTED_WEIGHTS,
+    PADDED_TO,
+    ConfigJson,
+    ModelConfig,
+    activation_of,
+    dense_config,
+    options_of,
+)
+from penstock.checkpoint.rope import local_rope_parameters_of
+from penstock.core import Code, PenstockError
+
+from ..registry import Family, imported
+from ..stored import Stored
+from .gemma import LAYER_NORMS, TANH
+
+FULL = "full_attention"
+
+
+def read_config(raw: ConfigJson) -> ModelConfig:
+    if raw.get("enable_moe_block"):
+        message = "enable_moe_block: Gemma 4 with experts beside the MLP is not supported; use a dense model"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
+    kinds = _layer_types(raw)
+    window, activation = int(raw["sliding_window"]), str(raw.get("hidden_activation") or TANH)
+    options = options_of(
+        raw,
+        activation=activation_of(activation),
+        norm=NormOptions(float32=True),
+        layer_norms=LAYER_NORMS,
+        attention_scale=1.0,
+        embedding_scale=float(raw["hidden_size"]) ** 0.5,
+        logit_softcap=float(raw.get("final_logit_softcapping") or 0),
+    )
+    config = dense_config(
+        raw,
+        sliding_windows=tuple(0 if kind == FULL else window for kind in kinds),
+        qk_norm=True,
+        local_rope_parameters=local_rope_parameters_of(raw),
+        options=options,
+    )
+    config = replace(config, layer_heads=_layer_heads(raw, config, kinds), kv_sources=_kv_sources(raw, kinds))
+    return replace(config, raw={**raw, COUNTED_WEIGHTS: _count_weights(config)})
+
+
+def _layer_types(raw: ConfigJson) -> list[str]:
+    """Type of each layer. The last one always has full attention."""
+    layers = int(raw["num_hidden_layers"])
+    kinds = list(raw.get("layer_types") or ())
+    kinds = kinds or ["sliding_attention" if (layer + 1) % 6 else FULL for layer in range(layers)]
+    return [*kinds[:-1], FULL]
+
+
+def _layer_heads(raw: ConfigJson, config: ModelConfig, kinds: list[str]) -> tuple[tuple[int, int], ...]:
+    """``ModelConfig.layer_heads``, from ``per_layer_config``, or from the fields of layers with full attention."""
+    full = {"head_dim": raw.get("global_head_dim") or 512}
+    if raw.get("attention_k_eq_v") and raw.get("num_global_key_value_heads"):
+        full["num_key_value_heads"] = raw["num_global_key_value_heads"]
+    given = raw.get("per_layer_config")
+    others: dict[int, Any] = {layer: full for layer, kind in enumerate(kinds) if kind == FULL}
+    if given is not None:
+        others = {int(layer): each for layer, each in given.items()}
+    heads = []
+    for layer in range(config.num_layers):
+        known = others.get(layer, {})
+        if unknown := known.keys() - {"head_dim", "num_key_value_heads"}:
+            message = f"per_layer_config sets {sorted(unknown)[0][:40]}, which is not supported for Gemma 4"
+            raise PenstockError(Code.UNSUPPORTED, message, "model")
+        kv_heads = int(known.get("num_key_value_heads") or config.num_kv_heads)
+        dim = int(known.get("head_dim") or config.head_dim)
+        if dim % PADDED_TO:
+            message = f"head_dim of layer {layer} is {dim}; it must be a multiple of {PADDED_TO}"
+            raise PenstockError(Code.UNSUPPORTED, message, "model")
+        if kv_heads < 1 or config.num_heads % kv_heads:
+            message = f"layer {layer} has {kv_heads} key-value heads; the number must divide {config.num_heads}"
+            raise ValueError(message)
+        heads.append((kv_heads, dim))
+    return tuple(heads)
+
+
+def _kv_sources(raw: ConfigJson, kinds: list[str]) -> tuple[int, ...]:
+    """``ModelConfig.kv_sources``: the last ``num_kv_shared_layers`` layers attend to the keys and values of the last
+    layer of their type before them."""
+    first = len(kinds) - int(raw.get("num_kv_shared_layers") or 0)
+    if first < 1 or not set(kinds[:first]) >= set(kinds):
+        raise ValueError(f"num_kv_shared_layers is {len(kinds) - first}; the layers before need all layer types")
+    last = {kind: layer for layer, kind in enumerate(kinds[:first])}
+    return tuple(layer if layer < first else last[kind] for layer, kind in enumerate(kinds))
+
+
+def has_shared_values(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer's keys are also its values, before norms and rotary embedding."""
+    return bool(config.raw.get("attention_k_eq_v")) and not config.sliding_windows[layer]
+
+
+def intermediate_size(config: ModelConfig, layer: int) -> int:
+    """Intermediate size of a layer's MLP: twice as large in layers without keys and values, if configured."""
+    wide = config.raw.get("use_double_wide_mlp") and not config.has_kv(layer)
+    return config.intermediate_size * (2 if wide else 1)
+
+
+def layer_input_size(config: ModelConfig) -> int:
+    """Size of the embedding of a token for each layer; 0: none."""
+    return int(config.raw.get("hidden_size_per_layer_input") or 0)
+
+
+def _count_weights(config: ModelConfig) -> dict[str, int]:
+    """``layer_weights``, and ``embedding_weights`` with the embeddings of tokens for each layer."""
+    hidden, inputs, layers = config.hidden_size, layer_input_size(config), range(config.num_layers)
+    total = 0
+    for layer in layers:
+        kv_heads, dim = config.layer_heads[layer]
+        parts = (1 if has_shared_values(config, layer) else 2) if config.has_kv(layer) else 0
+        total += hidden * dim * (2 * config.num_heads + parts * kv_heads)
+        total += 3 * hidden * intermediate_size(config, layer) + 2 * hidden * inputs + hidden * inputs
+    embedding = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    embedding += int(config.raw.get("vocab_size_per_layer_input") or 0) * len(layers) * inputs
+    return {"layer_weights": total, "embedding_weights": embedding}
+
+
+FAMILY = Family(
+    ("Gemma4ForCausalLM",),
+    read_config,
+    build=imported("penstock.models.gemma4:Gemma4"),
+)
