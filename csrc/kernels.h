@@ -98,6 +98,7 @@ struct ExpertLinear {
 struct Router {
   const float* logits;  // [tokens, experts]
   const float* bias;  // [experts], added to scores for the selection only; null: absent
+  const float* factors;  // [experts], factor of each expert's weight; null: absent
   int64_t* ids;  // [tokens, top_k]
   float* weights;  // [tokens, top_k]
   int64_t experts, top_k, groups, top_groups;

@@ -257,7 +257,8 @@ def mixtures(whole: bool) -> Calls:
     for tokens in TOKENS if whole else (1, 2048):
         logits, x = torch.empty(tokens, count), empty(tokens, hidden)
         for number, routing in enumerate(routings):
-            yield f"router {number}", partial(experts.select_experts, logits, routing, logits[0] if number else None)
+            vectors = (logits[0], logits[0]) if number else (None, None)
+            yield f"router {number}", partial(experts.select_experts, logits, routing, *vectors)
         ids, weights = torch.empty(tokens, top_k).long(), torch.empty(tokens, top_k)
         yield "combine", partial(experts.combine_experts, empty(tokens, top_k, hidden), weights, x, logits[:, :1])
         for name in FORMATS if whole else ("none", "wint4-g32"):

@@ -166,7 +166,7 @@ def gemma3(rng: Random) -> PreTrainedConfig:
 
 
 def gemma4(rng: Random) -> PreTrainedConfig:
-    given = sizes(rng) | {"num_hidden_layers": 6, "tie_word_embeddings": True}
+    given = sizes(rng) | {"num_hidden_layers": 6, "tie_word_embeddings": flag(rng)}
     shared, kinds = rng.choice((0, 2, 3)), ["sliding_attention", "full_attention"]
     return Gemma4TextConfig(
         **given,
@@ -178,7 +178,8 @@ def gemma4(rng: Random) -> PreTrainedConfig:
         sliding_window=rng.choice((24, 100)),
         num_kv_shared_layers=shared,
         use_double_wide_mlp=flag(rng),
-        hidden_size_per_layer_input=rng.choice((0, 16, 32)),
+        # transformers cannot compute models with shared keys and values without these
+        hidden_size_per_layer_input=rng.choice((16, 32) if shared else (0, 0, 16)),
         vocab_size_per_layer_input=VOCABULARY,
         final_logit_softcapping=rng.choice((None, 30.0)),
     )

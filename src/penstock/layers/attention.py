@@ -39,18 +39,19 @@ class AttentionLayer(Protocol):
         ...
 
 
-def export_and_select(
-    ops: Ops, q: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None
-) -> tuple[Tensor, AttentionMetadata, Tensor | None]:
-    """Copy the keys and values that were just stored: within the cache (``batch.slot_copies``), and to ``export``.
-
-    Returns the queries to compute, with their metadata and LoRA slots: all of ``q``, or, with ``logits_only``, those of
-    ``batch.logits_indices``.
-    """
+def copy_and_export(ops: Ops, cache: Any, batch: Batch, export: LayerExport | None) -> None:
+    """Copy the keys and values that were just stored: within the cache (``batch.slot_copies``), and to ``export``."""
     if batch.slot_copies:
         ops.copy_slots(cache, *batch.slot_copies)
     if export is not None and batch.export_places is not None:
         ops.export_kv(cache, batch.slot_mapping, export.buffer, batch.export_places, export.layout, export.progress)
+
+
+def select(
+    ops: Ops, q: Tensor, batch: Batch, logits_only: bool
+) -> tuple[Tensor, AttentionMetadata, Tensor | None]:
+    """Queries to compute, with their metadata and LoRA slots: all of ``q``, or, with ``logits_only``, those of
+    ``batch.logits_indices``."""
     if logits_only:
         return ops.index_select(q, batch.logits_indices), batch.logits_attention, batch.logits_lora_slots
     return q, batch.attention, batch.lora_slots
@@ -163,8 +164,7 @@ class Attention:
     def __call__(
         self, x: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None = None
     ) -> Tensor:
-        q = self._project_and_store(x, cache, batch)
-        q, metadata, lora_slots = export_and_select(self._ops, q, cache, batch, logits_only, export)
+        q, metadata, lora_slots = select(self._ops, self._queries_of(x, cache, batch, export), batch, logits_only)
         gate = None
         if self._gate:
             gate = self._gate(self._ops.index_select(x, batch.logits_indices) if logits_only else x, lora_slots)
@@ -176,9 +176,11 @@ class Attention:
         attended = self._group.all_gather(attend, q.shape[0], self._queries, self._dtype)
         return self._output(attended, lora_slots)
 
-    def _project_and_store(self, x: Tensor, cache: Any, batch: Batch) -> Tensor:
-        """Store this rank's keys and values, and return its queries, ``[tokens, heads, head_dim]``."""
-        return self._store(*self._project(x, batch.lora_slots), cache, batch)
+    def _queries_of(self, x: Tensor, cache: Any, batch: Batch, export: LayerExport | None) -> Tensor:
+        """This rank's queries, ``[tokens, heads, head_dim]``. Stores its keys and values."""
+        q = self._store(*self._project(x, batch.lora_slots), cache, batch)
+        copy_and_export(self._ops, cache, batch, export)
+        return q
 
     def _project(self, x: Tensor, lora_slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's queries, keys and values, ``[tokens, heads, head_dim]`` each."""
@@ -222,7 +224,7 @@ class SharedKVAttention(Attention):
         super().__init__(context, name, projections="q", **options)
         self._query_norm = query_norm
 
-    def _project_and_store(self, x: Tensor, cache: Any, batch: Batch) -> Tensor:
+    def _queries_of(self, x: Tensor, cache: Any, batch: Batch, export: LayerExport | None) -> Tensor:
         assert self._qkv
         q = self._qkv(x, batch.lora_slots).unflatten(-1, (-1, self._head_dim))
         return self._ops.rope(self._query_norm(q), batch.positions, self._rope)

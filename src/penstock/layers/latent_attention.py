@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.ops import Batch, KVSpec, LayerExport
 from penstock.parallel import Shard, shard_heads, shard_outputs
 
-from .attention import export_and_select
+from .attention import copy_and_export, select
 from .context import BuildContext
 from .linear import ColumnParallelLinear
 from .norm import RMSNorm
@@ -96,7 +96,8 @@ class LatentAttention:
         self, x: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None = None
     ) -> Tensor:
         queries = self._store(x, cache, batch)
-        queries, metadata, lora_slots = export_and_select(self._ops, queries, cache, batch, logits_only, export)
+        copy_and_export(self._ops, cache, batch, export)
+        queries, metadata, lora_slots = select(self._ops, queries, batch, logits_only)
         attended = self._ops.latent_attention(queries, cache, metadata, self._scale, self._latent)
 
         def values(out: Tensor | None) -> Tensor:

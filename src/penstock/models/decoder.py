@@ -39,7 +39,7 @@ class Decoder(BaseModel):
         attention, mlp: factories of the attention and the MLP in each layer.
     """
 
-    EMBEDS_IN_ALL_STAGES = False
+    embeds_in_all_stages = False
     """All pipeline stages have the embedding."""
 
     def __init__(
@@ -63,11 +63,11 @@ class Decoder(BaseModel):
         """Index of the KV cache of each layer with keys and values."""
         self._is_first, self._is_last = self.layers.start == 0, self.layers.stop == config.num_layers
         tied = config.tie_word_embeddings or not config.has_lm_head
-        if self._is_first or (self._is_last and tied) or self.EMBEDS_IN_ALL_STAGES:
+        if self._is_first or (self._is_last and tied) or self.embeds_in_all_stages:
             self._embedding = Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size)
         self._embedding_norm = (
             make_norm(context, config, "model.embed_norm", config.hidden_size)
-            if config.options.embedding_norm and (self._is_first or self.EMBEDS_IN_ALL_STAGES)
+            if config.options.embedding_norm and (self._is_first or self.embeds_in_all_stages)
             else None
         )
         self._layers = [layer(number) for number in track_layers(context, self.layers)]

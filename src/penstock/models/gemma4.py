@@ -15,6 +15,7 @@ from penstock.layers import (
     ColumnParallelLinear,
     Embedding,
     GatedMLP,
+    MixtureOfExperts,
     MLPLayer,
     SharedKVAttention,
 )
@@ -59,13 +60,63 @@ def make_attention(context: BuildContext, config: ModelConfig, layer: int, name:
 
 def make_mlp(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
     """``MLPFactory`` of Gemma 4."""
-    return GatedMLP(
-        context,
-        name,
-        config.hidden_size,
-        intermediate_size(config, layer),
-        activation=config.options.activation,
-    )
+    size = intermediate_size(config, layer)
+    mlp = GatedMLP(context, name, config.hidden_size, size, activation=config.options.activation)
+    return MLPAndExperts(context, config, layer, name.removesuffix(".mlp"), mlp) if config.experts else mlp
+
+
+class RouterNorm(RMSNorm):
+    """RMS norm of a router's input, divided by the square root of the size.
+
+    Args:
+        name: tensor of the weights.
+    """
+
+    def __init__(self, context: BuildContext, name: str, size: int, eps: float) -> None:
+        self._ops, self._eps = context.ops, eps
+        self.weight = context.read_weight(name, size).float() * size**-0.5
+
+
+class MLPAndExperts:
+    """An ``MLPLayer``: the sum of an MLP and a mixture of experts, each with norms of its input and its output.
+
+    Args:
+        name: layer in the checkpoint.
+        mlp: the MLP.
+    """
+
+    def __init__(self, context: BuildContext, config: ModelConfig, layer: int, name: str, mlp: MLPLayer) -> None:
+        hidden, eps, experts = config.hidden_size, config.rms_norm_eps, config.experts
+        assert experts
+        self._ops, self._mlp = context.ops, mlp
+        self._before_mlp, self._after_mlp, self._before_experts, self._after_experts = (
+            make_norm(context, config, f"{name}.{part}", hidden)
+            for part in (
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm_1",
+                "pre_feedforward_layernorm_2",
+                "post_feedforward_layernorm_2",
+            )
+        )
+        self._router_norm = RouterNorm(context, f"{name}.router.scale", hidden, eps)
+        self._experts = MixtureOfExperts(
+            context,
+            name,
+            hidden,
+            experts.num_experts,
+            experts.intermediate_size,
+            experts.routing,
+            activation=config.options.activation,
+            router=experts.router,
+            expert_factors=context.read_weight(f"{name}.router.per_expert_scale", experts.num_experts).float(),
+            layer=layer,
+        )
+
+    def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
+        """See ``MLPLayer``; ``x`` is the residual stream."""
+        dense = self._after_mlp(self._mlp(self._before_mlp(x), lora_slots))
+        routed = self._experts(self._before_experts(x), lora_slots, self._router_norm(x))
+        return self._ops.add_residual(dense, self._after_experts(routed))
 
 
 class LayerInputs:
@@ -170,11 +221,10 @@ class Gemma4Layer(DecoderLayer):
 class Gemma4(Decoder):
     """A ``Decoder`` of Gemma 4."""
 
-    EMBEDS_IN_ALL_STAGES = True
-
     def __init__(self, context: BuildContext, config: ModelConfig, num_mtp_heads: int = 0) -> None:
         size = layer_input_size(config)
         self._inputs = LayerInputs(context, config, size) if size else None
+        self.embeds_in_all_stages = size > 0
         super().__init__(context, config, num_mtp_heads, make_attention, make_mlp)
 
     def _make_layer(

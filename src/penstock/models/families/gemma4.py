@@ -2,10 +2,12 @@
 scalar per layer, and, in some models, embeddings of tokens for each layer, and last layers that attend to keys and values
 of earlier ones. Prompts are text only: towers are not loaded."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 from penstock.checkpoint.decoder_options import NormOptions
+from penstock.checkpoint.experts_config import ExpertsConfig, read_experts
 from penstock.checkpoint.model_config import (
     COUNTED_WEIGHTS,
     PADDED_TO,
@@ -23,19 +25,18 @@ from ..stored import Stored
 from .gemma import LAYER_NORMS, TANH
 
 FULL = "full_attention"
+WITH_TOWERS = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
+"""Architectures with towers for images and audio, which are not loaded: prompts are text only."""
 
 
 def read_config(raw: ConfigJson) -> ModelConfig:
-    if raw.get("enable_moe_block"):
-        message = "enable_moe_block: Gemma 4 with experts beside the MLP is not supported; use a dense model"
-        raise PenstockError(Code.UNSUPPORTED, message, "model")
     kinds = _layer_types(raw)
     window, activation = int(raw["sliding_window"]), str(raw.get("hidden_activation") or TANH)
     options = options_of(
         raw,
         activation=activation_of(activation),
         norm=NormOptions(float32=True),
-        layer_norms=LAYER_NORMS,
+        layer_norms=replace(LAYER_NORMS, before_mlp=None) if raw.get("enable_moe_block") else LAYER_NORMS,
         attention_scale=1.0,
         embedding_scale=float(raw["hidden_size"]) ** 0.5,
         logit_softcap=float(raw.get("final_logit_softcapping") or 0),
@@ -45,10 +46,16 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         sliding_windows=tuple(0 if kind == FULL else window for kind in kinds),
         qk_norm=True,
         local_rope_parameters=local_rope_parameters_of(raw),
+        experts=_read_experts(raw) if raw.get("enable_moe_block") else None,
         options=options,
     )
     config = replace(config, layer_heads=_layer_heads(raw, config, kinds), kv_sources=_kv_sources(raw, kinds))
     return replace(config, raw={**raw, COUNTED_WEIGHTS: _count_weights(config)})
+
+
+def _read_experts(raw: ConfigJson) -> ExpertsConfig:
+    routing = {"top_k": int(raw["top_k_experts"]), "renormalize": True}
+    return read_experts(raw, "moe_intermediate_size", routing, module="", router="router.proj")
 
 
 def _layer_types(raw: ConfigJson) -> list[str]:
@@ -115,7 +122,9 @@ def layer_input_size(config: ModelConfig) -> int:
 def _count_weights(config: ModelConfig) -> dict[str, int]:
     """``layer_weights``, and ``embedding_weights`` with the embeddings of tokens for each layer."""
     hidden, inputs, layers = config.hidden_size, layer_input_size(config), range(config.num_layers)
-    total = 0
+    experts, total = config.experts, 0
+    if experts:
+        total = len(layers) * experts.num_experts * hidden * (3 * experts.intermediate_size + 1)
     for layer in layers:
         kv_heads, dim = config.layer_heads[layer]
         parts = (1 if has_shared_values(config, layer) else 2) if config.has_kv(layer) else 0
@@ -126,8 +135,14 @@ def _count_weights(config: ModelConfig) -> dict[str, int]:
     return {"layer_weights": total, "embedding_weights": embedding}
 
 
+def find_stored(config: ModelConfig, name: str) -> Stored:
+    """See ``Family.find_stored``."""
+    return Stored(re.sub(r"^model\b", "model.language_model", name) if config.architecture in WITH_TOWERS else name)
+
+
 FAMILY = Family(
-    ("Gemma4ForCausalLM",),
+    ("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM", *WITH_TOWERS),
     read_config,
     build=imported("penstock.models.gemma4:Gemma4"),
+    find_stored=find_stored,
 )
