@@ -22,7 +22,7 @@ from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import Qwen3Config, Qwen3NextConfig
+from transformers import Gemma4TextConfig, Qwen3Config, Qwen3NextConfig
 
 from penstock.config.options import EngineOptions
 from penstock.core import EngineRequest, GuidedDecodingParams, SamplingParams, TokenDelta, Vocabulary
@@ -39,8 +39,9 @@ LONGEST = 256
 ADAPTERS = ("a", "b")
 PROCESSES = 1.0 if executors.DEFAULT == "mp" else 0.02 if SCHEDULES >= 1000 else 0.0
 """Share of the engines that have worker processes. The first engine of each kind always has them."""
-STATES = "states"
-"""Name of the checkpoint with recurrent states, and mark of the kinds of engines with this model."""
+STATES, HEADS = "states", "heads"
+"""Names of the checkpoints with recurrent states, and with layers that differ in their heads and share keys and values,
+and marks of the kinds of engines with these models, which have no adapters."""
 GRIDS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))
 """(tensor, pipeline) parallel sizes of the engines with worker processes. The first engine of kind i has entry i."""
 SCHEDULES_PER_START = 10 if SCHEDULES >= 1000 else 4
@@ -69,6 +70,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = Qwen3NextConfig(**SMALL | heads | delta_nets | experts, head_dim=16, layer_types=kinds)
     config.shared_expert_intermediate_size = 32
     save(config, folder / STATES)
+    kinds = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full", "full")]
+    gemma = {"head_dim": 16, "global_head_dim": 32, "layer_types": kinds, "sliding_window": 24}
+    gemma |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_global_key_value_heads": 4}
+    gemma |= {"attention_k_eq_v": True, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 16}
+    gemma |= {"num_hidden_layers": 6, "vocab_size_per_layer_input": SMALL["vocab_size"]}
+    save(Gemma4TextConfig(**SMALL | gemma), folder / HEADS)
     return folder
 
 
@@ -91,20 +98,20 @@ KINDS = [
     "bfloat16 wint4-g32 int8",
     "float32 none auto states",
     "bfloat16 none int8 states",
+    "bfloat16 none auto heads",
 ]
-"""Kinds of engines: data type, quantization of the weights, data type of the KV cache, and ``STATES`` for a model with
-recurrent states."""
+"""Kinds of engines: data type, quantization of the weights, data type of the KV cache, and ``STATES`` or ``HEADS``."""
 SCHEDULES_PER_KIND = -(-SCHEDULES // len(KINDS))
 """Number of schedules per kind."""
 
 
 def start(checkpoint: Path, kind: str, **options: Any) -> Engine:
     dtype, quantization, kv_cache_dtype, *more = kind.split()
-    folder = checkpoint / STATES if STATES in more else checkpoint
+    folder = checkpoint.joinpath(*more)
     fixed = {"model": str(folder), "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     fixed |= {"ops": OPS, "device": "cuda" if OPS == "cuda" else "auto"}
     fixed |= {"block_size": BLOCK, "max_model_len": LONGEST, "weight_cache_dir": "none"}
-    if STATES not in more:
+    if not more:
         fixed["lora_modules"] = tuple(f"{name}={checkpoint / name}" for name in ADAPTERS)
     engine = Engine(EngineOptions(**{"num_gpu_blocks_override": 400} | fixed | options))
     engine.set_vocabulary(vocabulary)
@@ -170,6 +177,13 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
     return EngineRequest(
         request_id=str(number), prompt=prompt, sampling=sampling, adapter=("", "", *ADAPTERS)[number % 4]
     )
+
+
+def without_adapters(requests: list[EngineRequest], kind: str) -> list[EngineRequest]:
+    """The requests, without adapters if engines of this kind have none."""
+    if STATES not in kind and HEADS not in kind:
+        return requests
+    return [msgspec.structs.replace(request, adapter="") for request in requests]
 
 
 class Steps(Protocol):
@@ -274,8 +288,7 @@ class Counts(NamedTuple):
 def count_differences(checkpoint: Path, kind: str, schedules: int, ranks_first: bool = True) -> Counts:
     rng = Random(f"exactness:{kind}{SEED}")
     requests = [draw_request(rng, number) for number in range(LARGEST)]
-    if STATES in kind:
-        requests = [msgspec.structs.replace(request, adapter="") for request in requests]
+    requests = without_adapters(requests, kind)
     single_engine = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
     alone: dict[str, Result] = {}
     processes_share = 0.0 if OPS == "cuda" else PROCESSES

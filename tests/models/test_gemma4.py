@@ -83,3 +83,20 @@ def test_unified_model_matches_transformers(tmp_path: Path) -> None:
     fields = {name: value for name, value in FIELDS.items() if "per_layer_input" not in name}
     config = Gemma4UnifiedTextConfig(**fields | {"num_kv_shared_layers": 0})
     check(tmp_path, save(config, tmp_path))
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_bits_do_not_depend_on_drafts_ranks_and_stages(experts: bool, folder: Path, tmp_path: Path) -> None:
+    if experts:
+        draw_with_experts(3, folder := tmp_path)
+    expected = outputs(folder, REPEATED, max_num_batched_tokens=512, num_gpu_blocks_override=400)
+    stages = {"pipeline_parallel_size": 2, "pipeline_parallel_layers": "1,5"}
+    for options in (
+        {"speculative_config": NGRAMS},
+        {"tensor_parallel_size": 2},
+        {**stages, "speculative_config": NGRAMS},
+        {"preemption_mode": "swap", "swap_space": 0.01},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True} if experts else {**stages, "tensor_parallel_size": 2},
+    ):
+        assert outputs(folder, REPEATED, **options) == expected, options

@@ -19,7 +19,8 @@ from .state_config import StateConfig
 from .stored_format import quantization_config_of, quantization_of
 
 COUNTED_WEIGHTS = "counted_weights"
-"""Key of an in-memory ``config.json`` with counted parameters (fields of ``ModelSize``)."""
+"""Key of the in-memory ``config.json`` of a model run by transformers, with counted parameters (fields of
+``ModelSize``)."""
 PADDED_TO = 16
 """Head sizes are padded with zeros to a multiple of this number, which the kernels require."""
 ACTIVATIONS = {
@@ -98,6 +99,8 @@ class ModelConfig:
     options: DecoderOptions = field(default_factory=DecoderOptions)
     local_rope_parameters: Mapping[str, Any] | None = None
     """Rotary parameters of layers with a sliding window; None: same as ``rope_parameters``."""
+    counted_weights: Mapping[str, int] = field(default_factory=dict)
+    """Fields of ``ModelSize`` of a family whose layers differ from those that ``size_of`` counts."""
     vision_weights: int = 0
     """Number of parameters in the matrices of the vision tower and its projector; 0: no tower."""
     encoder: EncoderConfig | None = None

@@ -150,7 +150,7 @@ def size_of(config: ModelConfig) -> ModelSize:
         states=states,
         encoder=config.encoder is not None,
     )
-    return replace(size, **raw.get(COUNTED_WEIGHTS, {}))
+    return replace(size, **config.counted_weights, **raw.get(COUNTED_WEIGHTS, {}))
 
 
 def state_specs_of(config: ModelConfig) -> tuple[StateSpec, ...]:

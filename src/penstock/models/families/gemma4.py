@@ -9,7 +9,6 @@ from typing import Any
 from penstock.checkpoint.decoder_options import NormOptions
 from penstock.checkpoint.experts_config import ExpertsConfig, read_experts
 from penstock.checkpoint.model_config import (
-    COUNTED_WEIGHTS,
     PADDED_TO,
     ConfigJson,
     ModelConfig,
@@ -50,7 +49,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         options=options,
     )
     config = replace(config, layer_heads=_layer_heads(raw, config, kinds), kv_sources=_kv_sources(raw, kinds))
-    return replace(config, raw={**raw, COUNTED_WEIGHTS: _count_weights(config)})
+    return replace(config, counted_weights=_count_weights(config))
 
 
 def _read_experts(raw: ConfigJson) -> ExpertsConfig:
@@ -120,19 +119,26 @@ def layer_input_size(config: ModelConfig) -> int:
 
 
 def _count_weights(config: ModelConfig) -> dict[str, int]:
-    """``layer_weights``, and ``embedding_weights`` with the embeddings of tokens for each layer."""
+    """``ModelConfig.counted_weights``. ``embedding_weights`` include the embeddings of tokens for each layer."""
     hidden, inputs, layers = config.hidden_size, layer_input_size(config), range(config.num_layers)
-    experts, total = config.experts, 0
-    if experts:
-        total = len(layers) * experts.num_experts * hidden * (3 * experts.intermediate_size + 1)
+    total = values = down = 0
     for layer in layers:
         kv_heads, dim = config.layer_heads[layer]
-        parts = (1 if has_shared_values(config, layer) else 2) if config.has_kv(layer) else 0
-        total += hidden * dim * (2 * config.num_heads + parts * kv_heads)
-        total += 3 * hidden * intermediate_size(config, layer) + 2 * hidden * inputs + hidden * inputs
+        keys = hidden * dim * kv_heads if config.has_kv(layer) else 0
+        values += 0 if has_shared_values(config, layer) else keys
+        down += hidden * intermediate_size(config, layer)
+        total += 2 * hidden * dim * config.num_heads + keys + 2 * hidden * inputs
+    if experts := config.experts:
+        down += len(layers) * experts.num_experts * hidden * experts.intermediate_size
+        total += len(layers) * experts.num_experts * hidden
     embedding = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
-    embedding += int(config.raw.get("vocab_size_per_layer_input") or 0) * len(layers) * inputs
-    return {"layer_weights": total, "embedding_weights": embedding}
+    per_layer = len(layers) * inputs * (int(config.raw.get("vocab_size_per_layer_input") or 0) + hidden)
+    return {
+        "layer_weights": total + values + 3 * down,
+        "value_weights": values,
+        "down_weights": down,
+        "embedding_weights": embedding + per_layer,
+    }
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
