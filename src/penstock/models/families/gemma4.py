@@ -23,7 +23,7 @@ from ..registry import Family, imported
 from ..stored import Stored
 from .gemma import LAYER_NORMS, TANH
 
-FULL = "full_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 WITH_TOWERS = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
 """Architectures with towers for images and audio, which are not loaded: prompts are text only."""
 
@@ -53,6 +53,8 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 
 
 def _read_experts(raw: ConfigJson) -> ExpertsConfig:
+    if lacking := [name for name in ("num_experts", "top_k_experts", "moe_intermediate_size") if not raw.get(name)]:
+        raise ValueError(f"enable_moe_block is set, but {' and '.join(lacking)} is not")
     routing = {"top_k": int(raw["top_k_experts"]), "renormalize": True}
     return read_experts(raw, "moe_intermediate_size", routing, module="", router="router.proj")
 
@@ -61,7 +63,10 @@ def _layer_types(raw: ConfigJson) -> list[str]:
     """Type of each layer. The last one always has full attention."""
     layers = int(raw["num_hidden_layers"])
     kinds = list(raw.get("layer_types") or ())
-    kinds = kinds or ["sliding_attention" if (layer + 1) % 6 else FULL for layer in range(layers)]
+    kinds = kinds or [SLIDING if (layer + 1) % 6 else FULL for layer in range(layers)]
+    if others := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
+        message = f"layer_types has {others[0]!r:.40}; supported for Gemma 4 are {FULL} and {SLIDING}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     return [*kinds[:-1], FULL]
 
 
