@@ -62,7 +62,7 @@ class TransferBuffer:
     @property
     def memory(self) -> TransferMemory:
         """Path and layout of the buffer, for workers to map it."""
-        return TransferMemory(self.path, self.offset, self.num_slots, SLOT_TOKENS, PROGRESS)
+        return TransferMemory(self.path, self.offset, self.num_slots, SLOT_TOKENS, self.slot_bytes, PROGRESS)
 
     @property
     def path(self) -> str:

@@ -19,7 +19,7 @@ from penstock.checkpoint.kv_spec import CANONICAL_LAYOUT
 from penstock.core import Failure
 from penstock.version import __version__
 
-from ..kv.block_hash import extend_block_hashes, root_hash
+from ..kv.block_hash import extend_block_hashes, root_hash, state_hashes
 from .buffer import SLOT_TOKENS
 from .nixl import NixlAddress
 from .shared_memory import BufferAddress
@@ -234,10 +234,7 @@ def slot_hashes(weights: str, adapter: str, salt: str, tokens: Sequence[int], st
     if rest := tokens[len(hashes) * SLOT_TOKENS :]:
         key = hashes[-1] if hashes else root
         hashes.append(hashlib.blake2b(array("I", rest).tobytes(), key=key, digest_size=len(key)).digest())
-    last = hashes[-1] if hashes else root
-    for number in range(state_slots):
-        hashes.append(hashlib.blake2b(b"state" + number.to_bytes(4), key=last, digest_size=len(last)).digest())
-    return hashes
+    return [*hashes, *state_hashes(hashes[-1] if hashes else root, state_slots)]
 
 
 def new_checksum(slot_hash: bytes, epoch: int, first_layer: int, last_layer: int) -> xxh3_64:
