@@ -89,13 +89,13 @@ def test_unified_model_matches_transformers(tmp_path: Path) -> None:
     check(tmp_path, save(config, tmp_path))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 def test_bits_do_not_depend_on_drafts_ranks_and_stages(experts: bool, folder: Path, tmp_path: Path) -> None:
     if experts:
         draw_with_experts(3, folder := tmp_path)
     expected = outputs(folder, REPEATED, max_num_batched_tokens=512, num_gpu_blocks_override=400)
-    stages = {"pipeline_parallel_size": 2, "pipeline_parallel_layers": "1,5"}
+    stages = {"pipeline_parallel_size": 2}
     for options in (
         {"speculative_config": NGRAMS},
         {"tensor_parallel_size": 2},
@@ -118,9 +118,11 @@ def test_planned_sizes_equal_those_of_the_model(folder: Path, tmp_path: Path) ->
 
 
 def test_stages_that_split_shared_keys_and_values_are_refused(folder: Path) -> None:
-    message = "pipeline_parallel_layers: the last 5 layers share keys and values, so the last stage must have at least these"
-    with pytest.raises(PenstockError, match=re.escape(f"{message} (numbers of layers now: 3,3)")):
+    message = "the last 5 layers share keys and values, so the last stage must have at least these (is '3,3')"
+    with pytest.raises(PenstockError, match=re.escape(f"pipeline_parallel_layers: {message}")):
         LLM(folder, **OPTIONS, pipeline_parallel_size=2, pipeline_parallel_layers="3,3")
+    with pytest.raises(PenstockError, match="pipeline_parallel_size: is 3, but the last 5 of 6 layers share keys"):
+        LLM(folder, **OPTIONS, pipeline_parallel_size=3)
 
 
 @pytest.mark.parametrize(

@@ -569,6 +569,8 @@ def draw(family: str, seed: int, folder: Path, vocab_size: int = VOCABULARY) -> 
     """
     config = (FAMILIES | WITH_EXPERTS)[family](Random(f"{family} {seed}"))
     config.vocab_size = vocab_size
+    if family == "Gemma4":
+        config.vocab_size_per_layer_input = vocab_size
     model = save(config, folder)
     if family != "Llama4":  # Llama 4's experts have only one implementation
         model.set_experts_implementation("eager")  # the other implementations do not support float64

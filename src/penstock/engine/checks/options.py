@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.checkpoint.engine_config import FIXED_OPTIONS, engine_config_of
@@ -103,8 +102,7 @@ def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
             message = f"is {options.node_rank}, must be 0 for an engine; on other nodes run penstock serve --node-rank"
             raise invalid("node_rank", message, 0)
     if options.pipeline_parallel_size > 1 or options.pipeline_parallel_layers:
-        stages = split_layers(size_of(config), options.pipeline_parallel_size, options.pipeline_parallel_layers)
-        _check_shared_kv(stages, config)
+        split_layers(size_of(config), options.pipeline_parallel_size, options.pipeline_parallel_layers)
     ranks, expert_parallel = options.tensor_parallel_size, options.enable_expert_parallel
     if options.expert_parallel_size not in (0, ranks) or (options.expert_parallel_size and not expert_parallel):
         message = (
@@ -127,15 +125,6 @@ def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
         message = "expert_load: not supported with model_impl transformers; remove this option"
         raise PenstockError(Code.UNSUPPORTED, message, "expert_load")
     _check_experts(options, config.experts.num_experts if config.experts else 0)
-
-
-def _check_shared_kv(stages: Sequence[range], config: ModelConfig) -> None:
-    """Raise ``PenstockError`` if a layer attends to keys and values of a layer in another pipeline stage."""
-    if any(config.kv_source(layer) not in layers for layers in stages for layer in layers):
-        first, total = min(source for layer, source in enumerate(config.kv_sources) if source != layer), config.num_layers
-        counts = ",".join(str(len(layers)) for layers in stages)
-        message = f"the last {total - first} layers share keys and values, so the last stage must have at least these"
-        raise invalid("pipeline_parallel_layers", f"{message} (numbers of layers now: {counts})")
 
 
 def _check_experts(options: EngineOptions, num_experts: int) -> None:
