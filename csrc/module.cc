@@ -300,8 +300,8 @@ void experts_linear(Address x, Address x_scales, Address x_sums, const Experts& 
 }
 
 void route(Address logits, Address bias, Address factors, Address ids, Address weights, int64_t tokens, int64_t experts,
-           int64_t top_k, int64_t groups, int64_t top_groups, float scale, float min_sum, float added_sum, bool sigmoid, bool sum_top2,
-           bool renormalize) {
+           int64_t top_k, int64_t groups, int64_t top_groups, float scale, float min_sum, float added_sum, bool sigmoid,
+           bool sum_top2, bool renormalize) {
   submit_rows(tokens, &Kernels::router,
               Router{ptr<float>(logits), ptr<float>(bias), ptr<float>(factors), ptr<int64_t>(ids), ptr<float>(weights),
                      experts, top_k, groups, top_groups, scale, min_sum, added_sum, sigmoid, sum_top2, renormalize});

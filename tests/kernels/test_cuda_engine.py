@@ -67,7 +67,11 @@ GEMMA4 = {
     "top_k_experts": 2,
     "moe_intermediate_size": 32,
 }
-MORE_OF_FAMILY = {Qwen3Config: {"sliding_window": None}, LlamaConfig: {"attention_bias": True}, Gemma4TextConfig: GEMMA4}
+MORE_OF_FAMILY = {
+    Qwen3Config: {"sliding_window": None},
+    LlamaConfig: {"attention_bias": True},
+    Gemma4TextConfig: GEMMA4,
+}
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
 
 

@@ -24,7 +24,9 @@ from penstock import LoRARequest, demo
 from penstock.calibration.options import QuantizeOptions
 from penstock.calibration.quantize import quantize
 from penstock.checkpoint.config_json import read_config_json
+from penstock.config.options import EngineOptions
 from penstock.core import PenstockError
+from penstock.engine.engine_folder import build_engine
 from penstock.frontend.llm import LLM
 from penstock.models import read_config
 from penstock.models.loader import LoadOptions, load_model
@@ -49,8 +51,8 @@ FIELDS = SMALL | {
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 300,
 }
-"""A small model with everything in which layers can differ, except experts. Layers 3 to 5 attend to the keys and values of
-layers 1 and 2."""
+"""A small model with everything in which layers can differ, except experts. Layers 3 to 5 attend to the keys and values
+of layers 1 and 2."""
 REPEATED = [prompt[:20] * 4 for prompt in PROMPTS if len(prompt) >= 20]
 """Prompts with repetitions, for drafts of n-grams."""
 NGRAMS = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "adaptive": False})
@@ -98,15 +100,26 @@ def test_bits_do_not_depend_on_drafts_ranks_and_stages(experts: bool, folder: Pa
     stages = {"pipeline_parallel_size": 2}
     for options in (
         {"speculative_config": NGRAMS},
+        {"speculative_config": json.dumps({"model": str(folder), "num_speculative_tokens": 2, "adaptive": False})},
         {"tensor_parallel_size": 2},
         {**stages, "speculative_config": NGRAMS},
         {"preemption_mode": "swap", "swap_space": 0.01},
-        {"tensor_parallel_size": 2, "enable_expert_parallel": True} if experts else {**stages, "tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+        if experts
+        else {**stages, "tensor_parallel_size": 2},
     ):
         assert outputs(folder, REPEATED, **options) == expected, options
 
 
-def test_planned_sizes_equal_those_of_the_model(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_engine_folder_has_the_same_bits(tmp_path: Path) -> None:
+    draw_with_experts(3, folder := tmp_path / "model")
+    options: dict[str, Any] = {"dtype": "float32", "tensor_parallel_size": 2, "weight_cache_dir": "none"}
+    build_engine(EngineOptions(model=str(folder), **options), tmp_path / "engine", workers=1, recorded={})
+    assert outputs(tmp_path / "engine", REPEATED, tensor_parallel_size=2) == outputs(folder, REPEATED)
+
+
+def test_planned_sizes_equal_sizes_of_loaded_model(folder: Path, tmp_path: Path) -> None:
     draw_with_experts(3, tmp_path)
     for each in (folder, tmp_path):
         size, tensors = model_size_of(read_config_json(each)), load_file(each / "model.safetensors")
@@ -163,7 +176,9 @@ def test_language_model_of_multimodal_checkpoint_runs_and_images_are_refused(nam
         fields = {each: value for each, value in FIELDS.items() if "per_layer_input" not in each}
         fields["num_kv_shared_layers"] = 0
     text = Gemma4TextConfig if name == "Gemma4" else Gemma4UnifiedTextConfig
-    config_class, model_class = (getattr(transformers, f"{name}{end}") for end in ("Config", "ForConditionalGeneration"))
+    config_class, model_class = (
+        getattr(transformers, f"{name}{end}") for end in ("Config", "ForConditionalGeneration")
+    )
     config = config_class(text_config=text(**fields).to_dict(), vision_config=vision, audio_config=None)
     torch.manual_seed(0)
     model = model_class(config).eval()

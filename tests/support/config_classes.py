@@ -40,8 +40,9 @@ TEXT = (
 )
 """``model_type`` of text models, encoders first, and of the speech model."""
 COMPOSITE = (
-    *("ernie4_5_vl_moe", "gemma3", "gemma4", "gemma4_unified", "internvl", "llama4", "llava", "llava_onevision", "mistral3"),
+    *("ernie4_5_vl_moe", "gemma3", "internvl", "llama4", "llava", "llava_onevision", "mistral3"),
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("gemma4", "gemma4_unified"),
 )
 """``model_type`` of models with ``text_config`` and ``vision_config``."""
 NESTED = (

@@ -92,14 +92,14 @@ class ModelConfig:
     layer_heads: tuple[tuple[int, int], ...] = ()
     """Number of KV heads, and elements per head, of each layer (Gemma 4); empty: ``num_kv_heads`` and ``head_dim``."""
     kv_sources: tuple[int, ...] = ()
-    """For each layer, the layer whose keys and values it attends to: itself, or an earlier one. The layers with keys and
-    values come first (Gemma 4). Empty: itself."""
+    """For each layer, the layer whose keys and values it attends to: itself, or an earlier one. The layers with keys
+    and values come first (Gemma 4). Empty: itself."""
     state: StateConfig | None = None
     """Layers with recurrent state; None: no such layers."""
     options: DecoderOptions = field(default_factory=DecoderOptions)
     local_rope_parameters: Mapping[str, Any] | None = None
     """Rotary parameters of layers with a sliding window; None: same as ``rope_parameters``."""
-    counted_weights: Mapping[str, int] = field(default_factory=dict)
+    counted_weights: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ``ModelSize`` of a family whose layers differ from those that ``size_of`` counts."""
     vision_weights: int = 0
     """Number of parameters in the matrices of the vision tower and its projector; 0: no tower."""

@@ -47,9 +47,7 @@ def copy_and_export(ops: Ops, cache: Any, batch: Batch, export: LayerExport | No
         ops.export_kv(cache, batch.slot_mapping, export.buffer, batch.export_places, export.layout, export.progress)
 
 
-def select(
-    ops: Ops, q: Tensor, batch: Batch, logits_only: bool
-) -> tuple[Tensor, AttentionMetadata, Tensor | None]:
+def select(ops: Ops, q: Tensor, batch: Batch, logits_only: bool) -> tuple[Tensor, AttentionMetadata, Tensor | None]:
     """Queries to compute, with their metadata and LoRA slots: all of ``q``, or, with ``logits_only``, those of
     ``batch.logits_indices``."""
     if logits_only:
@@ -88,8 +86,8 @@ class Attention:
         alibi: ALiBi slopes of this rank's heads, ``[heads]`` float32; None: off.
         gated: multiply the output by the sigmoid of ``q_gate`` of the input.
         input_size: size of the input of ``q_proj``, ``k_proj`` and ``v_proj``; None: ``hidden_size``.
-        projections: projections in the checkpoint: all; ``qk``: keys are also the values, before their norms; ``q``: the
-            layer attends to keys and values of another layer (``SharedKVAttention``).
+        projections: projections in the checkpoint: all; ``qk``: keys are also the values, before their norms; ``q``:
+            the layer attends to keys and values of another layer (``SharedKVAttention``).
         value_norm: norm of each head's values; None: no norm.
     """
 

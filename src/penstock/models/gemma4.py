@@ -169,7 +169,9 @@ class LayerInput:
         self._ops, self._inputs, self._number = context.ops, inputs, number
         self._activation, hidden = config.options.activation, config.hidden_size
         self._gate, self._projection = (
-            ColumnParallelLinear(context, [f"{name}.{part}"], width, [shard_outputs(context.group, outputs)], False, True)
+            ColumnParallelLinear(
+                context, [f"{name}.{part}"], width, [shard_outputs(context.group, outputs)], False, True
+            )
             for part, width, outputs in (("per_layer_input_gate", hidden, size), ("per_layer_projection", size, hidden))
         )
         self._norm = make_norm(context, config, f"{name}.post_per_layer_input_norm", hidden)

@@ -271,7 +271,7 @@ class DecoderLayer:
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, cache: Any, batch: Batch, export: LayerExport | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the layer.
 
         Args:
@@ -280,8 +280,8 @@ class DecoderLayer:
             export: destination of a copy of the stored keys and values; None: no copy.
 
         Returns:
-            The output of the layer's last part, not yet added to the residual stream, and the residual stream;
-            ``[tokens, hidden]`` each, in the last layer ``[rows, hidden]``.
+            The output of the layer's last part, not yet added to the residual stream, and the residual stream (None: it
+            is the first result); ``[tokens, hidden]`` each, in the last layer ``[rows, hidden]``.
         """
         normed = x
         if self.attention or self.state:

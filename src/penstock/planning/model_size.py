@@ -64,11 +64,11 @@ class ModelSize:
     num_kv_layers: int = -1
     """Number of layers with keys and values; -1: all."""
     kv_shapes: tuple[tuple[int, int], ...] = ()
-    """``num_kv_heads`` and ``kv_dim`` of each layer with keys and values, which are the first layers; empty: the same for
-    all."""
+    """``num_kv_heads`` and ``kv_dim`` of each layer with keys and values, which are the first layers; empty: the same
+    for all."""
     num_joined_layers: int = 0
-    """Number of the last layers that must be in the same pipeline stage, because some of them attend to keys and values of
-    others."""
+    """Number of the last layers that must be in the same pipeline stage, because some of them attend to keys and values
+    of others."""
     states: tuple[StateSpec, ...] = ()
     """Recurrent state of each layer that has one, on one rank for all heads."""
     encoder: bool = False

@@ -1,6 +1,6 @@
 """Gemma 4 (Google DeepMind, 2026): Gemma 3's layers, with other heads in layers with full attention, norms of values, a
-scalar per layer, and, in some models, embeddings of tokens for each layer, and last layers that attend to keys and values
-of earlier ones. Prompts are text only: towers are not loaded."""
+scalar per layer, and, in some models, embeddings of tokens for each layer, and last layers that attend to keys and
+values of earlier ones. Prompts are text only: towers are not loaded."""
 
 import re
 from dataclasses import replace
