@@ -22,7 +22,7 @@ from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import Gemma4TextConfig, Qwen3Config, Qwen3NextConfig
+from transformers import Gemma4TextConfig, Mamba2Config, Qwen3Config, Qwen3NextConfig
 
 from penstock.config.options import EngineOptions
 from penstock.core import EngineRequest, GuidedDecodingParams, SamplingParams, TokenDelta, Vocabulary
@@ -39,9 +39,12 @@ LONGEST = 256
 ADAPTERS = ("a", "b")
 PROCESSES = 1.0 if executors.DEFAULT == "mp" else 0.02 if SCHEDULES >= 1000 else 0.0
 """Share of the engines that have worker processes. The first engine of each kind always has them."""
-STATES, HEADS = "states", "heads"
-"""Names of the checkpoints with recurrent states, and with layers that differ in their heads and share keys and values,
-and marks of the kinds of engines with these models, which have no adapters."""
+STATES = "states"
+"""Name of the checkpoint with recurrent states, and mark of the kinds of engines with this model."""
+ONLY_STATES = "only-states"
+"""The same for a model without keys and values."""
+HEADS = "heads"
+"""The same for a model whose layers differ in their heads, and share keys and values."""
 GRIDS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))
 """(tensor, pipeline) parallel sizes of the engines with worker processes. The first engine of kind i has entry i."""
 SCHEDULES_PER_START = 10 if SCHEDULES >= 1000 else 4
@@ -70,6 +73,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = Qwen3NextConfig(**SMALL | heads | delta_nets | experts, head_dim=16, layer_types=kinds)
     config.shared_expert_intermediate_size = 32
     save(config, folder / STATES)
+    sizes = {"num_heads": 8, "head_dim": 2 * config.hidden_size // 8, "state_size": 16, "n_groups": 4}
+    common = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "eos_token_id")}
+    save(Mamba2Config(**common | sizes), folder / ONLY_STATES)
     kinds = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full", "full")]
     gemma = {"head_dim": 16, "global_head_dim": 32, "layer_types": kinds, "sliding_window": 24}
     gemma |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_global_key_value_heads": 4}

@@ -29,6 +29,7 @@ from test_exactness import (
     HEADS,
     LONGEST,
     NGRAM,
+    ONLY_STATES,
     STATES,
     Result,
     append,
@@ -160,8 +161,14 @@ TOPOLOGIES: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = 
     "states": (f"float32 none auto {STATES}", [{}], [{"speculative_config": NGRAM}]),
     "states, tp 2, little room": (
         f"bfloat16 none auto {STATES}",
-        [SMALL_CACHE | {"tensor_parallel_size": 2, "num_state_snapshots": 4}],
+        [SMALL_CACHE | {"tensor_parallel_size": 2, "num_state_snapshots": 2}],
         [{"tensor_parallel_size": 2, "num_state_snapshots": 4}],
+    ),
+    "states, pp 2": (f"float32 none auto {STATES}", [{"pipeline_parallel_size": 2}], [{"pipeline_parallel_size": 2}]),
+    "only states, tp 2": (
+        f"float32 none auto {ONLY_STATES}",
+        [{"tensor_parallel_size": 2}],
+        [{"tensor_parallel_size": 2}],
     ),
     "heads, pp 2 to tp 2": (
         f"bfloat16 none int8 {HEADS}",

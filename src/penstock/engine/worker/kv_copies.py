@@ -84,7 +84,8 @@ class KVCopies:
     def _copy_tokens(
         self, copy: Callable[..., None], first_layer: int, last_layer: int, slots: np.ndarray, places: np.ndarray
     ) -> None:
-        first_of_stage = self._runner.model.layers.start
+        model = self._runner.model
+        first_of_stage = sum(map(model.config.has_kv, range(model.layers.start)))
         mapping, targets = (torch.from_numpy(each.astype(np.int64)) for each in (slots, places))
         for number, (cache, layer) in enumerate(zip(self._runner.cache, self.exports, strict=False), first_of_stage):
             if first_layer <= number < last_layer:

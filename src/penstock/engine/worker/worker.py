@@ -433,7 +433,7 @@ class Worker:
         self._states.write(row.snapshot, self._kv_copies.host_slots, self._share(row.state_slots))
 
     def _share(self, slots: list[int]) -> list[int]:
-        """This rank's share of the slots of a state (``StoredState.slots``)."""
+        """This rank's share of the slots of a state, which are in order of pipeline stage and rank."""
         count = len(slots) // (self._group.size * self._stage.size)
         rank = self._stage.rank * self._group.size + self._group.rank
         return slots[rank * count : (rank + 1) * count]
@@ -447,9 +447,10 @@ class Worker:
     def _import_state(self, call: ImportState) -> None:
         """Copy a part of a snapshot from the transfer buffer, if it is of this rank (``ImportState``)."""
         assert self._states
-        rank, index = divmod(call.index, call.count // self._group.size)
-        if rank == self._group.rank:
-            self._states.write(call.snapshot, self._kv_copies.transfer_slots, [call.slot], index)
+        indices = self._share(list(range(call.count)))
+        if call.index in indices:
+            first = call.index - indices[0]
+            self._states.write(call.snapshot, self._kv_copies.transfer_slots, [call.slot], first)
 
     def _forward(
         self, step: StepInput, num_tokens: np.ndarray, num_states: np.ndarray
