@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -97,18 +98,26 @@ def test_bits_do_not_depend_on_drafts_ranks_and_stages(experts: bool, folder: Pa
     if experts:
         draw_with_experts(3, folder := tmp_path)
     expected = outputs(folder, REPEATED, max_num_batched_tokens=512, num_gpu_blocks_override=400)
-    stages = {"pipeline_parallel_size": 2}
+    itself = {"model": str(folder), "num_speculative_tokens": 2, "adaptive": False}
     for options in (
-        {"speculative_config": NGRAMS},
-        {"speculative_config": json.dumps({"model": str(folder), "num_speculative_tokens": 2, "adaptive": False})},
-        {"tensor_parallel_size": 2},
-        {**stages, "speculative_config": NGRAMS},
-        {"preemption_mode": "swap", "swap_space": 0.01},
-        {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-        if experts
-        else {**stages, "tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": experts},
+        {"pipeline_parallel_size": 2, "speculative_config": NGRAMS},
+        {"tensor_parallel_size": 2} if experts else {"speculative_config": json.dumps(itself)},
     ):
         assert outputs(folder, REPEATED, **options) == expected, options
+
+
+@pytest.mark.slow
+def test_cached_prefixes_are_found_on_disk_by_other_ranks(folder: Path, tmp_path: Path) -> None:
+    """The KV cache of each layer has other sizes."""
+    expected = outputs(folder, PROMPTS[3:5], max_num_batched_tokens=512)
+    tiers = {"kv_offloading_size": 0.01, "kv_offloading_disk_path": str(tmp_path)}
+    for ranks, cached in (({}, 0), ({"tensor_parallel_size": 2}, 96), ({"pipeline_parallel_size": 2}, 96)):
+        llm = LLM(folder, **OPTIONS, **tiers, **ranks)
+        with closing(llm.engine):
+            found = llm.generate(PROMPTS[3:5], GREEDY, use_tqdm=False)
+        assert [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in found] == expected
+        assert found[0].num_cached_tokens == cached
 
 
 @pytest.mark.slow
