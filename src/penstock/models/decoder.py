@@ -115,6 +115,11 @@ class Decoder(BaseModel):
         if config.layer_heads:
             dims = map(config.head_dim_of, numbers)
             whole = [replace(spec, head_dim=dim) for spec, dim in zip(whole, dims, strict=True)]
+        # The first layer of a stage has index keys (split_layers).
+        whole = [
+            spec.without_index_keys() if number in config.shared_layers else spec
+            for number, spec in zip(numbers, whole, strict=True)
+        ]
         return [
             replace(layout, first_head=self._first_kv_head(layout.kv_heads))
             for number, layout in zip(numbers, transfer_layouts(whole, slot_tokens), strict=True)

@@ -347,6 +347,28 @@ def attention(
     key_ends: int,
     chunked: bool,
     alibi: int,
+    row: int,
+    /,
+) -> None: ...
+def select_keys(
+    q: int,
+    weights: int,
+    cache: int,
+    block_tables: int,
+    query_starts: int,
+    lengths: int,
+    starts: int,
+    counts: int,
+    slots: int,
+    sequences: int,
+    heads: int,
+    dim: int,
+    row: int,
+    block_size: int,
+    table_width: int,
+    top_k: int,
+    scale: float,
+    type: int,
     /,
 ) -> None: ...
 def latent_store(
@@ -372,6 +394,9 @@ def latent_store(
     interleaved: bool,
     type: int,
     quantized: bool,
+    index_keys: int,
+    index_dim: int,
+    index_stride: int,
     /,
 ) -> None: ...
 def linear_by_head(

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.checkpoint.kv_spec import ITEM_BYTES, KV_QUANTIZATION, SCALE_BYTES, KVSpec
+from penstock.checkpoint.model_config import ModelConfig
+from penstock.core import Code, PenstockError
 from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format, Scheme, is_sensitive_layer
 
 from .model_size import ModelSize
@@ -80,6 +82,13 @@ def _kept(scheme: Scheme, wanted: Format, stored: Format) -> Format:
     return stored if stored.bits and same else wanted
 
 
+def check_kv_cache_dtype(kv_cache_dtype: str, model: ModelConfig | ModelSize) -> None:
+    """Raise ``PenstockError`` (``unsupported``) for a quantized cache of a model with sparse attention."""
+    if model.index_dim and KV_QUANTIZATION[kv_cache_dtype]:
+        message = f"kv_cache_dtype: {kv_cache_dtype} is not supported for {model.architecture}, whose sparse attention"
+        raise PenstockError(Code.UNSUPPORTED, f"{message} stores index keys unquantized; use auto", "kv_cache_dtype")
+
+
 def kv_specs(
     size: ModelSize,
     block_size: int = 64,
@@ -96,18 +105,25 @@ def kv_specs(
         mtp: include the layers for multi-token prediction.
         ranks: number of tensor-parallel ranks, which split the KV heads. Each rank has at least one head; latent
             vectors are stored on all ranks.
+
+    Raises ``PenstockError`` (``unsupported``) for a quantized cache of a model with sparse attention.
     """
+    check_kv_cache_dtype(kv_cache_dtype, size)
     quantization, computed = KV_QUANTIZATION[kv_cache_dtype], _computed_dtype(size, dtype)
 
     def spec(heads: int, dim: int) -> KVSpec:
-        return KVSpec(math.ceil(heads / ranks), dim, computed, block_size, quantization, latent=size.latent)
+        heads, elements = math.ceil(heads / ranks), dim + size.index_dim
+        return KVSpec(heads, elements, computed, block_size, quantization, latent=size.latent, index_dim=size.index_dim)
 
     usual = size.num_kv_heads, size.kv_dim
     if size.encoder:  # the layers of an encoder share one KV cache
         return [spec(*usual)]
     layers = size.num_layers if size.num_kv_layers < 0 else size.num_kv_layers
     shapes = [*(size.kv_shapes or (usual,) * layers), *(usual,) * (size.num_mtp_layers if mtp else 0)]
-    return [spec(*shape) for shape in shapes]
+    return [
+        spec(*shape).without_index_keys() if layer in size.shared_layers else spec(*shape)
+        for layer, shape in enumerate(shapes)
+    ]
 
 
 def _computed_dtype(size: ModelSize, dtype: str) -> str:

@@ -135,7 +135,7 @@ def _specs_of_stages(size: ModelSize, specs: list[KVSpec], stages: list[range]) 
     assumed to have as many layers with attention as possible."""
     if len(stages) == 1:
         return [specs]
-    if size.kv_shapes:
+    if size.kv_shapes or size.shared_layers:
         return [specs[layers.start : layers.stop] for layers in stages]
     return [specs[: len(layers)] for layers in stages]
 
