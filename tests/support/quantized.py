@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from checkpoints import save
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from penstock.quant import awq, bitsandbytes, compressed_tensors, fp8, gptq
 
@@ -343,6 +345,14 @@ def as_array(tensor: Tensor) -> Array:
     return (tensor.float() if unsupported else tensor).numpy()
 
 
+def draw_matrix(kind: Kind, generator: torch.Generator, outputs: int, inputs: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Draw the stored tensors of a matrix, by the suffix of their names, and its dequantized weights ``[out, in]``."""
+    stored = kind.tensors(generator, outputs, inputs)
+    arrays = {part: as_array(tensor) for part, tensor in stored.items() if tensor.dtype != torch.bfloat16}
+    arrays |= {part: bfloat16_array(part, stored[part]) for part in stored.keys() - arrays.keys()}
+    return stored, torch.from_numpy(kind.weights(arrays, outputs, inputs))
+
+
 def quantize(folder: Path, kind: Kind, config: Any = None, seed: int = 0) -> PreTrainedModel:
     """Write a checkpoint with random quantized matrices; return the model with their dequantized weights."""
     model = save(config or LlamaConfig(**SIZES), folder)
@@ -352,15 +362,48 @@ def quantize(folder: Path, kind: Kind, config: Any = None, seed: int = 0) -> Pre
         if weight.dim() < 2 or "embed" in name or matrix in kind.skip:
             tensors[name] = weight.clone()
             continue
-        stored = kind.tensors(generator, *weight.shape)
-        arrays = {part: as_array(tensor) for part, tensor in stored.items() if tensor.dtype != torch.bfloat16}
-        arrays |= {part: bfloat16_array(part, stored[part]) for part in stored.keys() - arrays.keys()}
-        weight.copy_(torch.from_numpy(kind.weights(arrays, *weight.shape)))
+        stored, dequantized = draw_matrix(kind, generator, *weight.shape)
+        weight.copy_(dequantized)
         tensors |= {f"{matrix}.{part}": tensor.contiguous() for part, tensor in stored.items()}
     save_file(tensors, folder / "model.safetensors")
+    set_quantization(folder, kind)
+    return model
+
+
+def set_quantization(folder: Path, kind: Kind) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": kind.config}))
-    return model
+
+
+def quantize_checkpoint(
+    folder: Path, kind: Kind, is_quantized: Callable[[str, int, int], bool], seed: int = 0
+) -> PreTrainedModel:
+    """Replace matrices of a checkpoint by random quantized matrices; return the model with their dequantized weights.
+
+    Experts of a layer in one tensor ``[experts, out, in]`` are quantized as one matrix with the outputs of all experts.
+
+    Args:
+        is_quantized: function from a tensor's name, outputs and inputs.
+    """
+    file, plain = folder / "model.safetensors", folder / "dequantized"
+    generator, tensors, dequantized = torch.Generator().manual_seed(seed), dict[str, Tensor](), dict[str, Tensor]()
+    for name, weight in load_file(file).items():
+        *experts, inputs = weight.shape
+        outputs = math.prod(experts)
+        if not name.endswith(".weight") or weight.dim() < 2 or not is_quantized(name, outputs, inputs):
+            tensors[name] = dequantized[name] = weight
+            continue
+        stored, numbers = draw_matrix(kind, generator, outputs, inputs)
+        dequantized[name] = numbers.view(weight.shape)
+        for part, tensor in stored.items():
+            by_expert = weight.dim() == 3 and len(tensor) == outputs
+            tensor = tensor.unflatten(0, weight.shape[:2]) if by_expert else tensor
+            tensors[f"{name.removesuffix('.weight')}.{part}"] = tensor.contiguous()
+    shutil.copytree(folder, plain)
+    save_file(dequantized, plain / file.name, {"format": "pt"})
+    save_file(tensors, file, {"format": "pt"})
+    set_quantization(folder, kind)
+    return AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
 
 
 def bfloat16_array(part: str, tensor: Tensor) -> Array:
