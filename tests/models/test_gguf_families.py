@@ -17,7 +17,16 @@ import pytest
 import torch
 from encoder_checkpoints import draw_config, save_encoder
 from families import FAMILIES, WITH_EXPERTS, draw_llama_without_biases, rewrite_as_internlm2
-from gguf_families import FULL, WITH_VISION, Converter, checkpoint, fetch_converter, vision_checkpoint
+from gguf_families import (
+    FULL,
+    STATE_FIXED,
+    WITH_VISION,
+    Converter,
+    checkpoint,
+    fetch_converter,
+    state_checkpoint,
+    vision_checkpoint,
+)
 from real_models import gemma3, minilm, npm_package
 from repository import ROOT
 from sentence_transformers import SentenceTransformer
@@ -74,6 +83,16 @@ def test_converted_checkpoint_matches_transformers(
     file = tmp_path / "model.gguf"
     llama_cpp.convert(tmp_path, file, kind)
     check(file, model, PROMPT, 8, 3e-4)
+
+
+@pytest.mark.parametrize("family", STATE_FIXED)
+@pytest.mark.parametrize("seed", range(3))
+def test_converted_checkpoint_with_state_matches_transformers(
+    seed: int, family: str, llama_cpp: Converter, tmp_path: Path
+) -> None:
+    model = state_checkpoint(family, seed, tmp_path)
+    llama_cpp.convert(tmp_path, tmp_path / "model.gguf", "ALL_F32")
+    check(tmp_path / "model.gguf", model, PROMPT, 8, 3e-4)
 
 
 @pytest.mark.parametrize("family", WITH_VISION)

@@ -7,6 +7,7 @@ scale and the pattern of its sliding window layers. The configurations here have
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ import vision_checkpoints
 from checkpoints import randomize, save
 from families import FAMILIES, WITH_EXPERTS
 from safetensors.torch import load_file, save_file
+from state_families import FAMILIES as STATE_FAMILIES
 from transformers import Llama4Config, Llama4ForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 
 from penstock import demo
@@ -90,6 +92,76 @@ def config_of(family: str, seed: int) -> PreTrainedConfig:
         config.layer_types = ["chunked_attention" if each else FULL for each in config.no_rope_layers]
         config.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
     return config
+
+
+STATE_FIXED: dict[str, dict[str, Any]] = {
+    "Qwen3Next": {"norm_topk_prob": True, "hidden_act": "silu", "mlp_only_layers": []},
+    "Qwen3_5": {"hidden_act": "silu"},
+    "Qwen3_5Moe": {"hidden_act": "silu"},
+    "Mamba": {"expand": 2, "use_bias": False},
+    "FalconMamba": {"expand": 2, "use_bias": False, "mixer_rms_eps": 1e-6},
+    "Mamba2": {"use_bias": False, "time_step_limit": (0.0, math.inf)},
+    "Bamba": {"hidden_act": "silu", "mamba_proj_bias": False, "mlp_bias": False, "time_step_limit": (0.0, math.inf)},
+    "GraniteMoeHybrid": {
+        **{"hidden_act": "silu", "mamba_proj_bias": False, "position_embedding_type": None},
+        "time_step_limit": (0.0, math.inf),
+    },
+    "FalconH1": {
+        **{"hidden_act": "silu", "mamba_proj_bias": False, "mlp_bias": False, "attention_bias": False},
+        **{"projectors_bias": False, "mamba_norm_before_gate": False, "tie_word_embeddings": False},
+        "time_step_limit": (0.0, math.inf),
+    },
+    "NemotronH": {"mlp_hidden_act": "relu2", "time_step_min": 0.001, "mlp_bias": False, "use_bias": False},
+    "Jamba": {"hidden_act": "silu", "mamba_proj_bias": False},
+    "Lfm2": {"conv_bias": False},
+    "Lfm2Moe": {"conv_bias": False, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+}
+"""As ``FIXED``, for the families with recurrent state that llama.cpp supports."""
+
+
+def state_config(family: str, seed: int) -> PreTrainedConfig:
+    """A random configuration of a family with recurrent state that a GGUF file can express."""
+    config = STATE_FAMILIES[family](Random(f"{family} {seed}"))
+    config.vocab_size = 3584
+    for name, value in STATE_FIXED[family].items():
+        setattr(config, name, value)
+    if family in ("Mamba", "FalconMamba"):
+        config.intermediate_size = 2 * config.hidden_size
+    if family == "GraniteMoeHybrid" and not config.num_local_experts:
+        config.num_experts_per_tok = 0
+    if family == "FalconH1":
+        config.mlp_multipliers = config.mlp_multipliers or [1.0, 1.0]
+        config.ssm_multipliers = config.ssm_multipliers or [1.0] * 5
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
+    if family == "Lfm2Moe":
+        config.num_dense_layers = min(config.num_dense_layers, 1)
+    return config
+
+
+def state_checkpoint(family: str, seed: int, folder: Path) -> PreTrainedModel:
+    """Write a checkpoint of random weights of a family with recurrent state, as published for the converter."""
+    config = state_config(family, seed)
+    model = save(config, folder)
+    if biases := [bias for name, bias in model.named_buffers() if name.endswith("expert_bias")]:
+        for bias in biases:
+            torch.nn.init.normal_(bias, std=0.2)
+        model.save_pretrained(folder)
+    if getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
+        model.set_experts_implementation("eager")
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    if family == "Bamba":
+        raw["attn_rotary_emb"] = config.hidden_size // config.num_attention_heads // 2
+    if "Granite" in family or family == "NemotronH":
+        types = raw.get("layer_types") or raw.get("layers_block_type") or config.layer_types
+        old = {"linear_attention": "mamba", "full_attention": "attention"}  # names of transformers 4
+        raw["layer_types" if "Granite" in family else "layers_block_type"] = [old.get(each, each) for each in types]
+    if family == "NemotronH":
+        raw["norm_eps"] = raw["layer_norm_epsilon"]
+    if family == "NemotronH" and "moe" not in raw["layers_block_type"]:
+        raw.pop("num_experts_per_tok", None)
+    path.write_text(json.dumps(raw))
+    return model
 
 
 def checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> PreTrainedModel:
@@ -190,10 +262,17 @@ root = sys.argv[1]
 sys.path[:0] = [root, str(Path(root, "gguf-py"))]
 import torch
 import gguf
+from safetensors import safe_open
 from conversion import ModelBase, TextModel, get_model_class
 
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"  # the demo's tokenizer is unknown to the converter
 reply, sys.stdout = sys.stdout, sys.stderr
+
+
+def names_in(file):
+    with safe_open(file, "pt") as tensors:
+        return list(tensors.keys())
+
 
 for line in sys.stdin:
     model, out, kind, vocabulary = json.loads(line)
@@ -203,6 +282,7 @@ for line in sys.stdin:
         if vocabulary == "gpt2":
             changes = {"model_arch": chosen.model_arch, "set_vocab": TextModel._set_vocab_gpt2}
             chosen = type(chosen.__name__, (chosen,), changes)
+        chosen.no_mtp = not any(name.startswith("mtp.") for name in names_in(Path(model, "model.safetensors")))
         with torch.inference_mode():
             chosen(Path(model), getattr(gguf.LlamaFileType, kind), Path(out)).write()
     except Exception:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.core import Code, PenstockError
-
 from .gguf_metadata import Metadata
 
 Fields = dict[str, Any]
@@ -105,7 +103,7 @@ FUSED = {
 ROUTER_BIAS = "exp_probs_b.bias"
 
 
-def _experts(
+def experts(
     module: str = "mlp",
     router: str = "gate",
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
@@ -177,6 +175,13 @@ class Architecture:
     """Layers with a window have separate rotary parameters."""
     latent: bool = False
     """Multi-head latent attention (DeepSeek)."""
+    parts: tuple[Mapping[str, str], ...] = ()
+    """Tensors, by module, that a layer has all or none of: attention, recurrent state, an MLP. Each layer has at least
+    one of these parts."""
+    tiled_values: bool = False
+    """Value heads of gated delta nets are ordered by their index in the group of a key head, then by key head."""
+    attention_free: bool = False
+    """No layer has attention."""
     encoder: bool = False
     """Bidirectional attention, without a language model head."""
 
@@ -192,7 +197,9 @@ class Architecture:
         prefix, rest, expert = f"blk.{match[1]}.", match[2], None
         if found := EXPERT.fullmatch(rest):
             rest, expert = f"{found[1]}.{found[3]}", int(found[2])
-        names = {**self.mlp, **self.experts, **self.layer}
+        names = {
+            name: tensor for part in (self.mlp, self.experts, self.layer, *self.parts) for name, tensor in part.items()
+        }
         if rest in names:
             return f"{prefix}{names[rest]}", expert
         module, _, kind = rest.rpartition(".")
@@ -202,15 +209,15 @@ class Architecture:
 # --- Fields of config.json --------------------------------------------------------------------------------------------
 
 
-def _all_of(*readers: Callable[[Metadata], Fields]) -> Callable[[Metadata], Fields]:
+def all_of(*readers: Callable[[Metadata], Fields]) -> Callable[[Metadata], Fields]:
     return lambda metadata: {name: value for read in readers for name, value in read(metadata).items()}
 
 
-def _expert_size(metadata: Metadata) -> int:
+def expert_size(metadata: Metadata) -> int:
     return metadata.last_dimension("ffn_down_exps.weight", metadata.size("feed_forward_length", 1))
 
 
-def _counts(number: str) -> Callable[[Metadata], Fields]:
+def counts(number: str) -> Callable[[Metadata], Fields]:
     """Reads the number of experts, the number per token, and the intermediate size of an expert.
 
     Args:
@@ -221,7 +228,7 @@ def _counts(number: str) -> Callable[[Metadata], Fields]:
         return {
             number: metadata.size("expert_count"),
             "num_experts_per_tok": metadata.size("expert_used_count"),
-            "moe_intermediate_size": _expert_size(metadata),
+            "moe_intermediate_size": expert_size(metadata),
         }
 
     return read
@@ -229,17 +236,16 @@ def _counts(number: str) -> Callable[[Metadata], Fields]:
 
 def _local_experts(metadata: Metadata) -> Fields:
     """Experts of families whose ``intermediate_size`` is the size of an expert."""
-    counts = _counts("num_local_experts")(metadata)
-    size = counts.pop("moe_intermediate_size")
-    return {**counts, "intermediate_size": size}
+    fields = counts("num_local_experts")(metadata)
+    return {**fields, "intermediate_size": fields.pop("moe_intermediate_size")}
 
 
-def _sparse_layers(metadata: Metadata) -> list[int]:
+def sparse_layers(metadata: Metadata) -> list[int]:
     return [layer for layer in range(metadata.layers) if f"blk.{layer}.ffn_gate_inp.weight" in metadata.tensors]
 
 
-def _mlp_only_layers(metadata: Metadata) -> Fields:
-    dense = sorted(set(range(metadata.layers)).difference(_sparse_layers(metadata)))
+def mlp_only_layers(metadata: Metadata) -> Fields:
+    dense = sorted(set(range(metadata.layers)).difference(sparse_layers(metadata)))
     return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
 
 
@@ -247,12 +253,12 @@ def _deepseek_experts(metadata: Metadata) -> Fields:
     """Experts under DeepSeek's field names."""
     if not metadata.size("expert_count", 0):
         return {"n_routed_experts": None, "n_shared_experts": None}
-    sparse = _sparse_layers(metadata)
+    sparse = sparse_layers(metadata)
     if sparse != list(range(sparse[0] if sparse else metadata.layers, metadata.layers)):
         raise metadata.unsupported("dense layers after a layer with experts")
-    size, shared = _expert_size(metadata), metadata.last_dimension("ffn_down_shexp.weight")
+    size, shared = expert_size(metadata), metadata.last_dimension("ffn_down_shexp.weight")
     return {
-        **_counts("n_routed_experts")(metadata),
+        **counts("n_routed_experts")(metadata),
         "n_shared_experts": shared // size or None,
         "first_k_dense_replace": metadata.layers - len(sparse),
         "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0) or 1.0,
@@ -283,7 +289,7 @@ def _softcaps(metadata: Metadata) -> Fields:
     }
 
 
-def _granite(metadata: Metadata) -> Fields:
+def granite(metadata: Metadata) -> Fields:
     keys = {
         "embedding_multiplier": "embedding_scale",
         "attention_multiplier": "attention.scale",
@@ -334,7 +340,7 @@ def _mistral3_rope(metadata: Metadata) -> Fields:
 
 
 def _hunyuan_moe(metadata: Metadata) -> Fields:
-    size = _expert_size(metadata)
+    size = expert_size(metadata)
     return {
         "num_experts": metadata.size("expert_count"),
         "moe_topk": metadata.size("expert_used_count"),
@@ -345,7 +351,7 @@ def _hunyuan_moe(metadata: Metadata) -> Fields:
 
 
 def _ernie_moe(metadata: Metadata) -> Fields:
-    sparse, size = _sparse_layers(metadata), _expert_size(metadata)
+    sparse, size = sparse_layers(metadata), expert_size(metadata)
     return {
         "moe_num_experts": metadata.size("expert_count"),
         "moe_k": metadata.size("expert_used_count"),
@@ -366,9 +372,9 @@ def _llama4(metadata: Metadata) -> Fields:
     return {
         "num_local_experts": experts,
         "num_experts_per_tok": 1,
-        "intermediate_size": _expert_size(metadata),
+        "intermediate_size": expert_size(metadata),
         "intermediate_size_mlp": metadata.size("feed_forward_length"),
-        "moe_layers": _sparse_layers(metadata),
+        "moe_layers": sparse_layers(metadata),
         "layer_types": ["full_attention" if layer in full else "chunked_attention" for layer in range(metadata.layers)],
         "no_rope_layers": [int(layer not in full) for layer in range(metadata.layers)],
         "attention_chunk_size": 8192,
@@ -400,7 +406,7 @@ LLAMA = Architecture(
 MISTRAL = replace(LLAMA, name="MistralForCausalLM")
 MIXTRAL = Architecture(
     "MixtralForCausalLM",
-    experts=_experts("block_sparse_moe", projections=("w1", "w3", "w2")),
+    experts=experts("block_sparse_moe", projections=("w1", "w3", "w2")),
     read=_local_experts,
     interleaved=True,
     windows=0,
@@ -416,7 +422,7 @@ GEMMA2 = replace(
     name="Gemma2ForCausalLM",
     layer={**ATTENTION, **GEMMA_NORMS},
     constants={"hidden_activation": "gelu_pytorch_tanh"},
-    read=_all_of(_query_scale(46), _softcaps),
+    read=all_of(_query_scale(46), _softcaps),
     windows=2,
     default_window=4096,
 )
@@ -424,7 +430,7 @@ GEMMA3 = replace(
     GEMMA2,
     name="Gemma3ForCausalLM",
     layer={**ATTENTION, **QK_NORMS, **GEMMA_NORMS},
-    read=_all_of(_query_scale(62), _softcaps),
+    read=all_of(_query_scale(62), _softcaps),
     windows=6,
     default_window=0,
     local_rope=True,
@@ -439,11 +445,11 @@ QWEN3 = Architecture(
 QWEN2_MOE = replace(
     QWEN2,
     name="Qwen2MoeForCausalLM",
-    experts={**_experts(shared="shared_expert"), "mlp.shared_expert_gate": "ffn_gate_inp_shexp"},
+    experts={**experts(shared="shared_expert"), "mlp.shared_expert_gate": "ffn_gate_inp_shexp"},
     constants={"norm_topk_prob": False},
-    read=_all_of(
-        _counts("num_experts"),
-        _mlp_only_layers,
+    read=all_of(
+        counts("num_experts"),
+        mlp_only_layers,
         lambda metadata: {"shared_expert_intermediate_size": metadata.last_dimension("ffn_down_shexp.weight")},
     ),
     windows=None,
@@ -451,9 +457,9 @@ QWEN2_MOE = replace(
 QWEN3_MOE = replace(
     QWEN3,
     name="Qwen3MoeForCausalLM",
-    experts=_experts(),
+    experts=experts(),
     constants={"norm_topk_prob": True},
-    read=_all_of(_counts("num_experts"), _mlp_only_layers),
+    read=all_of(counts("num_experts"), mlp_only_layers),
     windows=None,
 )
 OLMO2 = Architecture(
@@ -463,22 +469,22 @@ OLMO3 = replace(OLMO2, name="Olmo3ForCausalLM", windows=4, local_rope=True)
 OLMOE = Architecture(
     "OlmoeForCausalLM",
     layer={**ATTENTION, **QK_NORMS, **PRE_NORMS},
-    experts=_experts(),
+    experts=experts(),
     flags={"attention_bias": ATTENTION_BIAS},
     constants={"norm_topk_prob": False},
     read=lambda metadata: {
         "num_experts": metadata.size("expert_count"),
         "num_experts_per_tok": metadata.size("expert_used_count"),
-        "intermediate_size": _expert_size(metadata),
+        "intermediate_size": expert_size(metadata),
     },
 )
-GRANITE = replace(LLAMA, name="GraniteForCausalLM", read=_granite, windows=None)
+GRANITE = replace(LLAMA, name="GraniteForCausalLM", read=granite, windows=None)
 GRANITE_MOE = replace(
     GRANITE,
     name="GraniteMoeForCausalLM",
-    experts=_experts("block_sparse_moe", "router.layer"),
+    experts=experts("block_sparse_moe", "router.layer"),
     flags={"attention_bias": ATTENTION_BIAS},
-    read=_all_of(_granite, _local_experts),
+    read=all_of(granite, _local_experts),
 )
 COMMAND_R = Architecture(
     "CohereForCausalLM",
@@ -500,7 +506,7 @@ PHI3 = Architecture("Phi3ForCausalLM", windows=0, partial_rotary=True)
 GPT_OSS = Architecture(
     "GptOssForCausalLM",
     layer={**ATTENTION, **SECOND_POST_NORM, "self_attn.sinks": "attn_sinks.weight"},
-    experts=_experts(router="router"),
+    experts=experts(router="router"),
     flags={
         "attention_bias": ATTENTION_BIAS,
         "": ("ffn_gate_inp.bias", "ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias"),
@@ -524,7 +530,7 @@ GLM4 = replace(CHATGLM, name="Glm4ForCausalLM", layer={**ATTENTION, **GLM4_NORMS
 GLM4_MOE = Architecture(
     "Glm4MoeForCausalLM",
     layer={**ATTENTION, **QK_NORMS, **SECOND_POST_NORM, **NEXTN},
-    experts=_experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
+    experts=experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
     optional=(*SHARED, "attn_q_norm.weight", "attn_k_norm.weight", *(f"{name}.weight" for name in NEXTN.values())),
     flags={"attention_bias": QKV_BIAS, "use_qk_norm": ("attn_q_norm.weight", "attn_k_norm.weight")},
     read=_deepseek_experts,
@@ -533,7 +539,7 @@ GLM4_MOE = Architecture(
 DOTS1 = Architecture(
     "Dots1ForCausalLM",
     layer={**ATTENTION, **QK_NORMS, **PRE_NORMS},
-    experts=_experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
+    experts=experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
     optional=SHARED,
     flags={"attention_bias": ATTENTION_BIAS},
     read=_deepseek_experts,
@@ -541,21 +547,21 @@ DOTS1 = Architecture(
 DEEPSEEK_V2 = Architecture(
     "DeepseekV2ForCausalLM",
     layer={**LATENT, **PRE_NORMS, **NEXTN},
-    experts=_experts(shared="shared_experts"),
+    experts=experts(shared="shared_experts"),
     optional=(
         *("attn_q.weight", "attn_q_a.weight", "attn_q_a_norm.weight", "attn_q_b.weight", *SHARED),
         *(f"{name}.weight" for name in NEXTN.values()),
     ),
-    read=_all_of(_latent, _deepseek_v2),
+    read=all_of(_latent, _deepseek_v2),
     rope=_deepseek_rope,
     latent=True,
 )
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     name="DeepseekV3ForCausalLM",
-    experts=_experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
+    experts=experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
     constants={"rope_interleave": True},
-    read=_all_of(_latent, _deepseek_experts),
+    read=all_of(_latent, _deepseek_experts),
 )
 SMOLLM3 = replace(
     LLAMA,
@@ -572,7 +578,7 @@ EXAONE4 = Architecture("Exaone4ForCausalLM", layer={**ATTENTION, **QK_NORMS, **P
 ERNIE4_5 = Architecture("Ernie4_5ForCausalLM", flags={"use_bias": (*ATTENTION_BIAS, *MLP_BIAS)})
 ERNIE4_5_MOE = Architecture(
     "Ernie4_5_MoeForCausalLM",
-    experts=_experts(shared="shared_experts", bias=f"moe_statics.{E_SCORE}"),
+    experts=experts(shared="shared_experts", bias=f"moe_statics.{E_SCORE}"),
     optional=SHARED,
     read=_ernie_moe,
 )
@@ -584,13 +590,13 @@ HUNYUAN = Architecture(
 HUNYUAN_MOE = replace(
     HUNYUAN,
     name="HunYuanMoEV1ForCausalLM",
-    experts=_experts(router="gate.wg", shared="shared_mlp"),
+    experts=experts(router="gate.wg", shared="shared_mlp"),
     read=_hunyuan_moe,
 )
 MINIMAX_M2 = Architecture(
     "MiniMaxM2ForCausalLM",
     layer={**ATTENTION, **QK_NORMS, **PRE_NORMS},
-    experts=_experts("block_sparse_moe", projections=("w1", "w3", "w2"), bias=E_SCORE),
+    experts=experts("block_sparse_moe", projections=("w1", "w3", "w2"), bias=E_SCORE),
     read=_local_experts,
     partial_rotary=True,
 )
@@ -598,7 +604,7 @@ MISTRAL3 = replace(LLAMA, name="Ministral3ForCausalLM", rope=_mistral3_rope)
 LLAMA4 = Architecture(
     "Llama4ForCausalLM",
     mlp=LLAMA4_MLP,
-    experts=_experts("feed_forward", "router", shared="shared_expert"),
+    experts=experts("feed_forward", "router", shared="shared_expert"),
     flags={"attention_bias": ATTENTION_BIAS},
     read=_llama4,
 )
@@ -675,26 +681,3 @@ ARCHITECTURES = {
 }
 """Architectures by ``general.architecture``. Vision-language models (``qwen2vl``, ...) are read as their language
 model: the vision encoder is in another file, and M-RoPE gives text the positions of plain RoPE."""
-SIGMOID = 2
-"""``expert_gating_func`` of routers with sigmoid scores."""
-
-
-def architecture_of(metadata: Metadata) -> Architecture:
-    """The architecture of a file. Where several architectures share a name, metadata and tensors decide.
-
-    Raises ``PenstockError`` (``unsupported``) for an unknown architecture.
-    """
-    if (name := metadata.architecture) not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        message = f"{metadata.file.path} has architecture {name!r}, which is not supported; supported: {known}"
-        raise PenstockError(Code.UNSUPPORTED, message, "model")
-    match name:
-        case "llama" if metadata.size("expert_count", 0):
-            return MIXTRAL
-        case "llama" if metadata.size("attention.sliding_window", 0):
-            return MISTRAL
-        case "olmo2" if metadata.size("attention.sliding_window", 0):
-            return OLMO3
-        case "deepseek2" if metadata.size("expert_gating_func", 0) == SIGMOID or metadata.has_any(ROUTER_BIAS):
-            return DEEPSEEK_V3
-    return ARCHITECTURES[name]

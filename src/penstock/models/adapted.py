@@ -18,14 +18,20 @@ def adapt(weights: Weights, checkpoint: Checkpoint, config: ModelConfig) -> Weig
     """Adapt weights with the tensor names of ``checkpoint`` to the names and shapes that layers read."""
     if config.tie_word_embeddings and (find := tied_embedding(checkpoint)):
         weights = RenamedWeights(weights, find)
-    if find_stored := _find_stored(config):
+    if find_stored := _with_config(family_of(config).find_stored, config):
         weights = RenamedWeights(weights, find_stored)
     if experts := config.experts:
         weights = FusedExperts(weights, experts.num_experts, experts.projections, experts.fused)
-    return pad(weights, config)
+    return _pad(weights, config)
 
 
-def pad(weights: Weights, config: ModelConfig) -> Weights:
+def adapt_gguf(weights: Weights, config: ModelConfig) -> Weights:
+    """Adapt the weights of a GGUF file to the names and shapes that layers read."""
+    find_gguf = _with_config(family_of(config).find_gguf, config)
+    return _pad(RenamedWeights(weights, find_gguf) if find_gguf else weights, config)
+
+
+def _pad(weights: Weights, config: ModelConfig) -> Weights:
     """Pad heads of sizes without kernels."""
     if not config.stored_head_dim:
         return weights
@@ -38,10 +44,11 @@ def stored_matrix(checkpoint: Checkpoint, config: ModelConfig, name: str) -> str
     Args:
         name: name in the layers.
     """
-    find_stored = _find_stored(config)
+    find_stored = _with_config(family_of(config).find_stored, config)
     return RenamedWeights(checkpoint, find_stored).stored_matrix(name) if find_stored else name
 
 
-def _find_stored(config: ModelConfig) -> Callable[[str], Stored] | None:
-    find_stored = family_of(config).find_stored
-    return find_stored and partial(find_stored, replace(config, head_dim=config.checkpoint_head_dim))
+def _with_config(
+    find: Callable[[ModelConfig, str], Stored] | None, config: ModelConfig
+) -> Callable[[str], Stored] | None:
+    return find and partial(find, replace(config, head_dim=config.checkpoint_head_dim))

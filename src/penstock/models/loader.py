@@ -19,7 +19,7 @@ from penstock.layers import BuildContext, BuildOptions, PackedWeights, Weights
 from penstock.ops import Ops
 from penstock.quant import read_quantization_config
 
-from .adapted import adapt, pad
+from .adapted import adapt, adapt_gguf
 from .heads import build_heads
 from .model import Model
 from .read_config import read_config
@@ -91,8 +91,10 @@ def load_model(
         weights = cache = _engine_weights(folder, built, options, config, dtype, ops)
     else:
         checkpoint = _open_checkpoint(folder, config, log=options.group.rank == 0, whole=options.layers is None)
-        is_plain = isinstance(checkpoint, Checkpoint)  # tensors of a GGUFCheckpoint already have the layers' names
-        weights = adapt(checkpoint, checkpoint, config) if is_plain else pad(checkpoint, config)
+        if isinstance(checkpoint, GGUFCheckpoint):
+            weights = adapt_gguf(checkpoint, config)
+        else:
+            weights = adapt(checkpoint, checkpoint, config)
         if options.weight_cache_dir and not output:
             packing = _packing(options, dtype, ops)
             cache = WeightCache(options.weight_cache_dir, folder, packing, checkpoint.state, options.weight_cache_size)
