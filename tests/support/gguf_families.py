@@ -111,10 +111,13 @@ STATE_FIXED: dict[str, dict[str, Any]] = {
         **{"projectors_bias": False, "mamba_norm_before_gate": False, "tie_word_embeddings": False},
         "time_step_limit": (0.0, math.inf),
     },
-    "NemotronH": {"mlp_hidden_act": "relu2", "time_step_min": 0.001, "mlp_bias": False, "use_bias": False},
+    "NemotronH": {
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16},  # the converter needs a multiple of 64
+        **{"mlp_hidden_act": "relu2", "time_step_min": 0.001, "mlp_bias": False, "use_bias": False},
+    },
     "Jamba": {"hidden_act": "silu", "mamba_proj_bias": False},
     "Lfm2": {"conv_bias": False},
-    "Lfm2Moe": {"conv_bias": False, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+    "Lfm2Moe": {"tie_word_embeddings": True, "conv_bias": False, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
 }
 """As ``FIXED``, for the families with recurrent state that llama.cpp supports."""
 

@@ -80,7 +80,7 @@ LATENT = {
     "self_attn.o_proj": "attn_output",
 }
 MLP = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
-LLAMA4_MLP = {module.replace("mlp", "feed_forward"): tensor for module, tensor in MLP.items()}
+FEED_FORWARD = {module.replace("mlp", "feed_forward"): tensor for module, tensor in MLP.items()}
 NEXTN = {
     "eh_proj": "nextn.eh_proj",
     "embed_tokens": "nextn.embed_tokens",
@@ -180,6 +180,8 @@ class Architecture:
     one of these parts."""
     tiled_values: bool = False
     """Value heads of gated delta nets are ordered by their index in the group of a key head, then by key head."""
+    rope_free: bool = False
+    """No layer has rotary embedding; its parameters in the file are ignored."""
     attention_free: bool = False
     """No layer has attention."""
     encoder: bool = False
@@ -603,7 +605,7 @@ MINIMAX_M2 = Architecture(
 MISTRAL3 = replace(LLAMA, name="Ministral3ForCausalLM", rope=_mistral3_rope)
 LLAMA4 = Architecture(
     "Llama4ForCausalLM",
-    mlp=LLAMA4_MLP,
+    mlp=FEED_FORWARD,
     experts=experts("feed_forward", "router", shared="shared_expert"),
     flags={"attention_bias": ATTENTION_BIAS},
     read=_llama4,

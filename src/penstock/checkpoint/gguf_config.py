@@ -20,8 +20,9 @@ from .gguf_rope import rope_parameters
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Names of floating-point types in ``config.json``."""
-KINDS = (".weight", ".bias", "ssm_a", "ssm_d")
-"""Suffixes of complete tensor names."""
+KINDS = (".weight", ".bias")
+COMPLETE = (".weight", ".A_log", ".D")
+"""Suffixes of names in ``Architecture`` that stand for a tensor, not for a module."""
 FLOAT32 = ("ffn_gate_inp", "_norm", "position_embd", "token_types", "conv")
 """Parts of the names of matrices that are float32 whatever the file's main type."""
 OTHER_MODELS = (
@@ -140,7 +141,7 @@ class _Reader:
         metadata, architecture = self._metadata, self._architecture
         if not architecture.encoder and not metadata.flag("attention.causal", True):
             raise metadata.unsupported("bidirectional attention")
-        rotary_dim = metadata.size("rope.dimension_count", head_dim)
+        rotary_dim = head_dim if architecture.rope_free else metadata.size("rope.dimension_count", head_dim)
         if architecture.latent:
             return rotary_dim
         if head_dim < 2 or head_dim % 2:
@@ -217,7 +218,10 @@ class _Reader:
 
 def _names(modules: Mapping[str, str]) -> set[str]:
     """Names of tensors, below the prefix of their layer."""
-    return {each if each.endswith(KINDS) else f"{each}.weight" for each in modules.values()}
+    return {
+        tensor if tensor.endswith(KINDS) or module.endswith(COMPLETE) else f"{tensor}.weight"
+        for module, tensor in modules.items()
+    }
 
 
 def _is_matrix(name: str) -> bool:

@@ -14,6 +14,7 @@ from .gguf_architectures import (
     ATTENTION,
     ATTENTION_BIAS,
     E_SCORE,
+    FEED_FORWARD,
     MLP,
     MODEL,
     NEXTN,
@@ -48,6 +49,7 @@ DELTA_NET = {
     **{"in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "conv1d": "ssm_conv1d", "out_proj": "ssm_out"},
     **{"dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "norm": "ssm_norm"},
 }
+NEMOTRON_MLP = {"c_fc": "ffn_up", "c_proj": "ffn_down"}
 NEMOTRON_EXPERTS = {
     **{"gate": "ffn_gate_inp", f"gate.{E_SCORE}": ROUTER_BIAS},
     **{"experts.up_proj": "ffn_up_exps", "experts.down_proj": "ffn_down_exps"},
@@ -194,7 +196,7 @@ def _jamba(metadata: Metadata) -> Fields:
     layers = range(metadata.layers)
     kinds = _kinds(metadata, "state", "attention")
     with_attention = [layer for layer in layers if kinds[layer] == "attention"]
-    with_experts = sparse_layers(metadata)
+    with_experts, num_experts = sparse_layers(metadata), metadata.size("expert_count", 0)
     fields: Fields = {}
     for name, found in (("attn", with_attention), ("expert", with_experts)):
         first = found[0] if found else len(layers)
@@ -204,7 +206,7 @@ def _jamba(metadata: Metadata) -> Fields:
         fields |= {f"{name}_layer_period": period, f"{name}_layer_offset": first}
     return {
         **fields,
-        "num_experts": metadata.size("expert_count", 0) if with_experts else 1,
+        "num_experts": num_experts if with_experts else 1,
         "num_experts_per_tok": metadata.size("expert_used_count", 1),
         "mamba_d_state": metadata.size("ssm.state_size"),
         "mamba_d_conv": metadata.size("ssm.conv_kernel"),
@@ -296,7 +298,12 @@ GRANITE_HYBRID = replace(
 )
 FALCON_H1 = Architecture(
     "FalconH1ForCausalLM",
-    layer={**ATTENTION, "input_layernorm": "attn_norm", "pre_ff_layernorm": "ffn_norm", **_below("mamba", MAMBA2)},
+    layer={
+        **ATTENTION,
+        "input_layernorm": "attn_norm",
+        "pre_ff_layernorm.weight": "ffn_norm",
+        **_below("mamba", MAMBA2),
+    },
     optional=("ssm_norm.weight",),
     flags={"mamba_rms_norm": ("ssm_norm.weight",), "mamba_conv_bias": MAMBA_FLAGS["use_conv_bias"]},
     read=_falcon_h1,
@@ -307,7 +314,7 @@ NEMOTRON_H = Architecture(
     parts=(
         ATTENTION,
         _below("mixer", MAMBA2),
-        {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+        {f"{module}.{name}": tensor for module in ("mlp", "mixer") for name, tensor in NEMOTRON_MLP.items()},
         _below("mixer", NEMOTRON_EXPERTS),
     ),
     mlp={},
@@ -316,6 +323,7 @@ NEMOTRON_H = Architecture(
     constants={"mlp_hidden_act": "relu2"},
     read=_nemotron_h,
     interleaved=True,
+    rope_free=True,
 )
 JAMBA = Architecture(
     "JambaForCausalLM",
@@ -324,9 +332,11 @@ JAMBA = Architecture(
         ATTENTION,
         _below("mamba", {**MAMBA, **{f"{part}_layernorm": f"ssm_{part}_norm" for part in ("dt", "b", "c")}}),
     ),
+    mlp={**MLP, **FEED_FORWARD},
     experts=experts("feed_forward", "router"),
     flags={"mamba_proj_bias": MAMBA_FLAGS["use_bias"], "mamba_conv_bias": MAMBA_FLAGS["use_conv_bias"]},
     read=_jamba,
+    rope_free=True,
 )
 LFM2 = Architecture(
     "Lfm2ForCausalLM",
@@ -342,7 +352,7 @@ LFM2 = Architecture(
 LFM2_MOE = replace(
     LFM2,
     name="Lfm2MoeForCausalLM",
-    mlp={module.replace("mlp", "feed_forward"): tensor for module, tensor in MLP.items()},
+    mlp=FEED_FORWARD,
     experts=experts("feed_forward", projections=("w1", "w3", "w2"), bias="expert_bias"),
     optional=("exp_probs_b.bias",),
     flags={**LFM2.flags, "use_expert_bias": ("exp_probs_b.bias",)},
