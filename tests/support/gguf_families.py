@@ -94,6 +94,13 @@ def config_of(family: str, seed: int) -> PreTrainedConfig:
     return config
 
 
+def _make_ternary(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.copy_(torch.randint(-1, 2, weight.shape) * 127 / 1024)
+
+
 STATE_FIXED: dict[str, dict[str, Any]] = {
     "Qwen3Next": {"norm_topk_prob": True, "hidden_act": "silu", "mlp_only_layers": []},
     "Qwen3_5": {"hidden_act": "silu"},
@@ -133,18 +140,28 @@ def state_config(family: str, seed: int) -> PreTrainedConfig:
     if family == "GraniteMoeHybrid" and not config.num_local_experts:
         config.num_experts_per_tok = 0
     if family == "FalconH1":
-        config.mlp_multipliers = config.mlp_multipliers or [1.0, 1.0]
-        config.ssm_multipliers = config.ssm_multipliers or [1.0] * 5
         config.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
+        for name in ("attention_in", "attention_out", "ssm_in", "ssm_out", "embedding", "lm_head", "key"):
+            setattr(config, f"{name}_multiplier", Random(f"{name} {seed}").choice((0.5, 1.0, 2.0)))
+        config.mlp_multipliers, config.ssm_multipliers = [0.5, 2.0], [0.5, 2.0, 1.0, 4.0, 0.25]
     if family == "Lfm2Moe":
         config.num_dense_layers = min(config.num_dense_layers, 1)
     return config
 
 
-def state_checkpoint(family: str, seed: int, folder: Path) -> PreTrainedModel:
-    """Write a checkpoint of random weights of a family with recurrent state, as published for the converter."""
+def state_checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> PreTrainedModel:
+    """Write a checkpoint of random weights of a family with recurrent state, with the fields of published ones.
+
+    Args:
+        ternary: see ``checkpoint``.
+    """
     config = state_config(family, seed)
+    if ternary and family.startswith("Qwen"):
+        config.linear_value_head_dim = 32  # a multiple of a block
     model = save(config, folder)
+    if ternary:
+        _make_ternary(model)
+        model.save_pretrained(folder)
     if biases := [bias for name, bias in model.named_buffers() if name.endswith("expert_bias")]:
         for bias in biases:
             torch.nn.init.normal_(bias, std=0.2)
@@ -175,10 +192,7 @@ def checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> P
     """
     model = save(config_of(family, seed), folder)
     if ternary:
-        with torch.no_grad():
-            for weight in model.parameters():
-                if weight.dim() > 1:
-                    weight.copy_(torch.randint(-1, 2, weight.shape) * 127 / 1024)
+        _make_ternary(model)
         model.save_pretrained(folder)
     if family != "Llama4":  # Llama 4's experts have only one implementation
         model.set_experts_implementation("eager")  # other implementations compute some values in lower precision
