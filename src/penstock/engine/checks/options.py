@@ -70,11 +70,6 @@ def _check_vision(options: EngineOptions, config: ModelConfig, speculative: Spec
 def _check_states(options: EngineOptions, config: ModelConfig, speculative: SpeculativeConfig | None) -> None:
     """Raise ``PenstockError`` (``unsupported``) for options that models with recurrent state do not support."""
     unsupported = {
-        "role": (
-            options.role != "mixed"
-            and (options.pipeline_parallel_size > 1 or not any(map(config.has_attention, range(config.num_layers)))),
-            "states are transferred beside keys and values, and without pipeline stages",
-        ),
         "kv_offloading_size": (
             options.host_tier_bytes > 0 and not any(map(config.has_attention, range(config.num_layers))),
             "it has no keys and values",
