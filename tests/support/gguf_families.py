@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -122,6 +123,10 @@ STATE_FIXED: dict[str, dict[str, Any]] = {
         **{"mamba_num_heads": 8, "mamba_head_dim": 16},  # the converter needs a multiple of 64
         **{"mlp_hidden_act": "relu2", "time_step_min": 0.001, "mlp_bias": False, "use_bias": False},
     },
+    "KimiLinear": {
+        **{"hidden_act": "silu", "norm_topk_prob": True, "attention_bias": False, "n_group": 1, "topk_group": 1},
+        "linear_num_heads": 4,
+    },
     "Jamba": {"hidden_act": "silu", "mamba_proj_bias": False},
     "Lfm2": {"conv_bias": False},
     "Lfm2Moe": {"tie_word_embeddings": True, "conv_bias": False, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
@@ -144,6 +149,9 @@ def state_config(family: str, seed: int) -> PreTrainedConfig:
         for name in ("attention_in", "attention_out", "ssm_in", "ssm_out", "embedding", "lm_head", "key"):
             setattr(config, f"{name}_multiplier", Random(f"{name} {seed}").choice((0.5, 1.0, 2.0)))
         config.mlp_multipliers, config.ssm_multipliers = [0.5, 2.0], [0.5, 2.0, 1.0, 4.0, 0.25]
+    if family == "KimiLinear":
+        config.linear_num_heads = config.num_attention_heads
+        config.mlp_layer_types = ["dense"] + ["sparse"] * (config.num_hidden_layers - 1)
     if family == "Lfm2Moe":
         config.num_dense_layers = min(config.num_dense_layers, 1)
     return config
@@ -180,8 +188,28 @@ def state_checkpoint(family: str, seed: int, folder: Path, ternary: bool = False
         raw["norm_eps"] = raw["layer_norm_epsilon"]
     if family == "NemotronH" and "moe" not in raw["layers_block_type"]:
         raw.pop("num_experts_per_tok", None)
+    if family == "KimiLinear":
+        raw |= _published_kimi(config)
+        tensors = load_file(folder / "model.safetensors")
+        dense = re.compile(r"block_sparse_moe\.(gate|up|down)_proj")
+        renamed = {dense.sub(r"mlp.\1_proj", name): tensor for name, tensor in tensors.items()}
+        save_file(renamed, folder / "model.safetensors", {"format": "pt"})
     path.write_text(json.dumps(raw))
     return model
+
+
+def _published_kimi(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of published checkpoints of Kimi-Linear, which transformers does not write."""
+    layers = {kind: [i + 1 for i, each in enumerate(config.layer_types) if each == kind] for kind in config.layer_types}
+    linear = {
+        "full_attn_layers": layers[FULL],
+        "kda_layers": layers["linear_attention"],
+        "short_conv_kernel_size": config.linear_conv_kernel_dim,
+        "head_dim": config.linear_head_dim,
+        "num_heads": config.linear_num_heads,
+    }
+    counts = {"num_experts": config.num_local_experts, "num_shared_experts": config.n_shared_experts}
+    return {"linear_attn_config": linear, "first_k_dense_replace": 1, **counts}
 
 
 def checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> PreTrainedModel:

@@ -53,10 +53,10 @@ BERT_LAYER = {
     "output.LayerNorm": "layer_output_norm",
 }
 ATTENTION = {
+    "self_attn.o_proj": "attn_output",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
 }
 QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 PRE_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
@@ -79,6 +79,8 @@ LATENT = {
     "self_attn.kv_b_proj": "attn_kv_b",
     "self_attn.o_proj": "attn_output",
 }
+LATENT_QUERIES = ("attn_q", "attn_q_a", "attn_q_a_norm", "attn_q_b")
+"""Tensors of latent attention of which a layer has the first, or all others."""
 MLP = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 FEED_FORWARD = {module.replace("mlp", "feed_forward"): tensor for module, tensor in MLP.items()}
 NEXTN = {
@@ -176,8 +178,8 @@ class Architecture:
     latent: bool = False
     """Multi-head latent attention (DeepSeek)."""
     parts: tuple[Mapping[str, str], ...] = ()
-    """Tensors, by module, that a layer has all or none of: attention, recurrent state, an MLP. Each layer has at least
-    one of these parts."""
+    """Parts that not all layers have (attention, recurrent state, an MLP): tensors, by module. A layer with the first
+    tensor of a part has all of them; each layer has at least one part."""
     tiled_values: bool = False
     """Value heads of gated delta nets are ordered by their index in the group of a key head, then by key head."""
     rope_free: bool = False
@@ -306,7 +308,7 @@ def _cohere(metadata: Metadata) -> Fields:
     return {"logit_scale": metadata.number("logit_scale", 1.0)}
 
 
-def _latent(metadata: Metadata) -> Fields:
+def latent(metadata: Metadata) -> Fields:
     rotary, kv_rank = metadata.size("rope.dimension_count"), metadata.size("attention.kv_lora_rank")
     key = metadata.size("attention.key_length_mla", metadata.size("attention.key_length"))
     return {
@@ -551,10 +553,11 @@ DEEPSEEK_V2 = Architecture(
     layer={**LATENT, **PRE_NORMS, **NEXTN},
     experts=experts(shared="shared_experts"),
     optional=(
-        *("attn_q.weight", "attn_q_a.weight", "attn_q_a_norm.weight", "attn_q_b.weight", *SHARED),
+        *(f"{tensor}.weight" for tensor in LATENT_QUERIES),
+        *SHARED,
         *(f"{name}.weight" for name in NEXTN.values()),
     ),
-    read=all_of(_latent, _deepseek_v2),
+    read=all_of(latent, _deepseek_v2),
     rope=_deepseek_rope,
     latent=True,
 )
@@ -563,7 +566,7 @@ DEEPSEEK_V3 = replace(
     name="DeepseekV3ForCausalLM",
     experts=experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
     constants={"rope_interleave": True},
-    read=all_of(_latent, _deepseek_experts),
+    read=all_of(latent, _deepseek_experts),
 )
 SMOLLM3 = replace(
     LLAMA,

@@ -108,9 +108,8 @@ class _Reader:
             sparse = f"{prefix}ffn_gate_inp.weight" in names and bool(architecture.experts)
             mlp = architecture.experts if sparse else architecture.mlp
             tensors = _names(architecture.layer) | _names(mlp)
-            groups = [_names(part) for part in architecture.parts]
-            present = [group for group in groups if any(f"{prefix}{name}" in names for name in group)]
-            tensors = tensors.union(*(present or groups))
+            present = [part for part in architecture.parts if f"{prefix}{next(iter(part.values()))}.weight" in names]
+            tensors = tensors.union(*map(_names, present or architecture.parts))
             separate = frozenset(tensors)
             for name, parts in FUSED.items():
                 if f"{prefix}{name}.weight" not in names or not separate & {f"{part}.weight" for part in parts}:

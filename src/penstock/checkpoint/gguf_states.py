@@ -15,6 +15,8 @@ from .gguf_architectures import (
     ATTENTION_BIAS,
     E_SCORE,
     FEED_FORWARD,
+    LATENT,
+    LATENT_QUERIES,
     MLP,
     MODEL,
     NEXTN,
@@ -29,6 +31,7 @@ from .gguf_architectures import (
     expert_size,
     experts,
     granite,
+    latent,
     mlp_only_layers,
     sparse_layers,
 )
@@ -37,18 +40,25 @@ from .gguf_metadata import Metadata
 UNLIMITED = 2**20
 """``context_length`` of files whose converter does not know the limit."""
 MAMBA2 = {
-    **{"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"},
+    **{"out_proj": "ssm_out", "in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm"},
     **{"dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "D": "ssm_d"},
 }
 """Tensors of a Mamba 2 layer, by module below the layer's module."""
 MAMBA = {
-    **{"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "x_proj": "ssm_x", "out_proj": "ssm_out"},
+    **{"out_proj": "ssm_out", "in_proj": "ssm_in", "conv1d": "ssm_conv1d", "x_proj": "ssm_x"},
     **{"dt_proj": "ssm_dt", "dt_proj.bias": "ssm_dt.bias", "A_log": "ssm_a", "D": "ssm_d"},
 }
 DELTA_NET = {
-    **{"in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "conv1d": "ssm_conv1d", "out_proj": "ssm_out"},
+    **{"out_proj": "ssm_out", "in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "conv1d": "ssm_conv1d"},
     **{"dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "norm": "ssm_norm"},
 }
+KIMI_DELTA = {
+    **{"b_proj": "ssm_beta", "A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "o_norm": "ssm_norm", "o_proj": "attn_output"},
+    **{f"{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
+    **{f"{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
+}
+KEY_VALUES = {"self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa"}
 NEMOTRON_MLP = {"c_fc": "ffn_up", "c_proj": "ffn_down"}
 NEMOTRON_EXPERTS = {
     **{"gate": "ffn_gate_inp", f"gate.{E_SCORE}": ROUTER_BIAS},
@@ -215,6 +225,25 @@ def _jamba(metadata: Metadata) -> Fields:
     }
 
 
+def _kimi_linear(metadata: Metadata) -> Fields:
+    layers, sparse = range(metadata.layers), sparse_layers(metadata)
+    size = expert_size(metadata)
+    return {
+        **latent(metadata),
+        **counts("num_local_experts")(metadata),
+        "n_shared_experts": metadata.last_dimension("ffn_down_shexp.weight") // size,
+        "layer_types": _kinds(metadata, "linear_attention", "full_attention", "ssm_beta.weight"),
+        "mlp_layer_types": ["sparse" if layer in sparse else "dense" for layer in layers],
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0) or 1.0,
+        "norm_topk_prob": True,
+        "n_group": metadata.size("expert_group_count", 1),
+        "topk_group": metadata.size("expert_group_used_count", 1),
+        "linear_num_heads": metadata.size("attention.head_count"),
+        "linear_head_dim": metadata.size("kda.head_dim"),
+        "linear_conv_kernel_dim": metadata.size("ssm.conv_kernel"),
+    }
+
+
 def _lfm2(metadata: Metadata) -> Fields:
     return {
         "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
@@ -338,13 +367,25 @@ JAMBA = Architecture(
     read=_jamba,
     rope_free=True,
 )
+KIMI_LINEAR = Architecture(
+    "KimiLinearForCausalLM",
+    layer=PRE_NORMS,
+    parts=(_below("self_attn", KIMI_DELTA), {**KEY_VALUES, **LATENT}),
+    mlp={module.replace("mlp", "block_sparse_moe"): tensor for module, tensor in MLP.items()},
+    experts=experts(
+        "block_sparse_moe", projections=("w1", "w3", "w2"), shared="shared_experts", bias=f"gate.{E_SCORE}"
+    ),
+    optional=tuple(f"{tensor}.weight" for tensor in LATENT_QUERIES),
+    read=_kimi_linear,
+    latent=True,
+)
 LFM2 = Architecture(
     "Lfm2ForCausalLM",
     model={**MODEL, "model.norm": "token_embd_norm"},
     layer={"operator_norm": "attn_norm", "ffn_norm": "ffn_norm"},
     parts=(
         {**ATTENTION, **QK_NORMS},
-        _below("conv", {part: f"shortconv.{part}" for part in ("in_proj", "conv", "out_proj")}),
+        _below("conv", {part: f"shortconv.{part}" for part in ("out_proj", "in_proj", "conv")}),
     ),
     flags={"conv_bias": tuple(f"shortconv.{part}.bias" for part in ("in_proj", "conv", "out_proj"))},
     read=_lfm2,
@@ -369,6 +410,7 @@ ARCHITECTURES = {
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H,
     "jamba": JAMBA,
+    "kimi-linear": KIMI_LINEAR,
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,
 }
