@@ -24,6 +24,7 @@ from quantized import (
     fp8_tensors,
     gptq_kind,
     llm_int8_kind,
+    nvfp4_kind,
     packed_kind,
     quantize_checkpoint,
 )
@@ -71,6 +72,7 @@ FORMATS = {
     ),
     "fp8 blocks": Format(fp8_kind(32, 32)),
     "fp8 one scale": Format(fp8_kind(0, 0, lambda x: x.reshape(()))),
+    "NVFP4": Format(nvfp4_kind(modelopt=True), lambda outputs, inputs: inputs % 16 == 0),
     "bitsandbytes nf4": Format(bnb_kind("nf4"), lambda outputs, inputs: outputs * inputs % 2 == 0),
     "bitsandbytes int8": Format(llm_int8_kind()),
 }

@@ -36,6 +36,7 @@ NF4 = [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.0
 NF4 += [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]
 FP4 = [0.0, 0.00520833, 0.6666667, 1.0, 0.33333334, 0.5, 0.16666667, 0.25]
 FP4 += [-value for value in FP4]
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,30 @@ def fp8_kind(
     return Kind(config, *fp8_tensors(name, rows, columns, shape), ("fp8", columns))
 
 
+def nvfp4_kind(modelopt: bool) -> Kind:
+    """NVFP4 of Model Optimizer, whose scale of the matrix is a factor, or of compressed-tensors, whose is a divisor."""
+    table = torch.tensor(E2M1 + [-number for number in E2M1])
+    names = ("weight", "weight_scale_2") if modelopt else ("weight_packed", "weight_global_scale")
+
+    def tensors(generator: torch.Generator, outputs: int, inputs: int) -> dict[str, Tensor]:
+        codes = integers(generator, 4, outputs, inputs).view(torch.uint8)
+        factors = (1 + 3 * torch.rand(outputs, inputs // 16, generator=generator)).to(torch.float8_e4m3fn)
+        scale = torch.tensor(0.025) if modelopt else torch.tensor([40.0])
+        return {names[0]: codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": factors, names[1]: scale}
+
+    def weights(stored: Mapping[str, Array], outputs: int, inputs: int) -> Array:
+        packed, scale = torch.from_numpy(stored[names[0]]).int(), stored[names[1]].reshape(())
+        numbers = table[torch.stack((packed & 15, packed >> 4), -1).flatten(1)].numpy()
+        factors = stored["weight_scale"] * scale if modelopt else stored["weight_scale"] / scale
+        return numbers * np.repeat(factors, 16, 1)
+
+    config: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    if not modelopt:
+        numbers = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+        config = ct_config("nvfp4-pack-quantized", numbers, {**numbers, "symmetric": True, "dynamic": "local"})
+    return Kind(config, tensors, weights)
+
+
 def bnb_kind(kind: str, block: int = 64, nested: bool = False, storage: torch.dtype = torch.uint8) -> Kind:
     table = torch.tensor(NF4 if kind == "nf4" else FP4)
 
@@ -279,6 +304,8 @@ def llm_int8_kind() -> Kind:
 CHANNEL = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 KINDS: dict[str, Kind] = {
+    "nvfp4 of Model Optimizer": nvfp4_kind(modelopt=True),
+    "nvfp4 of compressed-tensors": nvfp4_kind(modelopt=False),
     "awq g32": awq_kind(32, bits=4, version="gemm", zero_point=True, modules_to_not_convert=["lm_head"]),
     "awq whole rows": awq_kind(-1, w_bit=4, version="GEMM"),
     "gptq": gptq_kind(4, 32),
