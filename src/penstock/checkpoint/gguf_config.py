@@ -59,11 +59,13 @@ class _Reader:
         fields |= ({} if architecture.attention_free else self._attention()) | architecture.read(metadata)
         if key := metadata.unread(OTHER_MODELS):
             raise metadata.unsupported(f"the metadata key {key}")
+        size = metadata.size("feed_forward_length", 0 if architecture.parts else None)
         return {
             "architectures": [architecture.name],
             "model_type": kind.model_type,
             "vocab_size": vocabulary,
             "hidden_size": metadata.size("embedding_length"),
+            **({"intermediate_size": size} if size else {}),
             "num_hidden_layers": layers,
             "num_nextn_predict_layers": metadata.mtp_layers,
             "hidden_act": "silu",
@@ -78,9 +80,7 @@ class _Reader:
         metadata = self._metadata
         heads, head_dim = metadata.size("attention.head_count"), metadata.head_dim
         rotary_dim = self._check_heads(head_dim)
-        size = metadata.size("feed_forward_length", 0 if self._architecture.parts else None)
         return {
-            **({"intermediate_size": size} if size else {}),
             "num_attention_heads": heads,
             "num_key_value_heads": metadata.size("attention.head_count_kv", heads),
             "head_dim": head_dim,

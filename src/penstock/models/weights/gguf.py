@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
 from math import prod
@@ -74,6 +74,14 @@ class _ValueOrder(NamedTuple):
         dim = metadata.size("ssm.inner_size") // values
         return cls(keys, values, dim, 2 * keys * metadata.size("ssm.state_size"))
 
+    def check(self, tensors: Iterable[GGUFTensor]) -> None:
+        """Raise ``PenstockError`` (``unsupported``) if groups of quantized weights have inputs of several heads."""
+        for tensor in tensors:
+            size = tensor.type.format.group_size
+            if size and self.dim % size and tensor.name.endswith(".ssm_out.weight"):
+                message = f"{tensor.name} has groups of {size} weights, which must divide a value head's {self.dim}"
+                raise PenstockError(Code.UNSUPPORTED, f"{message}: use a file of another type", "model")
+
     def rows_of(self, module: str) -> Callable[[Tensor], Tensor] | None:
         """``_Place.order`` of a module's tensor; None: in the order of the checkpoint."""
         if module in ("in_proj_qkv", "conv1d"):
@@ -122,7 +130,10 @@ class GGUFCheckpoint:
                 content = torch.frombuffer(file.content, dtype=torch.uint8)
             self._bytes |= dict.fromkeys(file.tensors, content)
         self._head_dim = head_dim
-        self._values = _ValueOrder.of(metadata) if self._architecture.tiled_values else None
+        self._values: _ValueOrder | None = None
+        if self._architecture.tiled_values:
+            self._values = _ValueOrder.of(metadata)
+            self._values.check(self._tensors.values())
         self.bytes_read = 0
         """Bytes of all tensors and slices read so far, as stored in the file."""
         types = Counter(tensor.type.name for tensor in self._tensors.values())
@@ -171,9 +182,6 @@ class GGUFCheckpoint:
         if (columns := self._columns(f"{name}.weight", inputs)) is None:
             return read
         size = read.format.group_size
-        if self._values and self._values.dim % size:
-            message = f"{place.tensor.name} has groups of {size} weights, which must divide a value head's"
-            raise PenstockError(Code.UNSUPPORTED, f"{message} {self._values.dim}: use a file of another type", "model")
         groups = columns[::size] // size
         offsets = None if read.offsets is None else read.offsets[:, groups]
         return replace(read, values=read.values[:, columns], scales=read.scales[:, groups], offsets=offsets)
