@@ -55,10 +55,13 @@ class _Reader:
         vocabulary, *_ = metadata.tensors["token_embd.weight"].shape
         kind = class_of({"architectures": [architecture.name]})
         assert kind
+        has_attention = not architecture.attention_free
+        rotary_dim = self._check_heads(metadata.head_dim) if has_attention else 0
         fields = {**self._epsilon(), **self._windows(layers), **flags, **architecture.constants}
-        fields |= ({} if architecture.attention_free else self._attention()) | architecture.read(metadata)
+        given, rope_fields = architecture.read(metadata), architecture.rope(metadata)
         if key := metadata.unread(OTHER_MODELS):
             raise metadata.unsupported(f"the metadata key {key}")
+        fields |= (self._attention(rope_fields, rotary_dim) if has_attention else {}) | given
         size = metadata.size("feed_forward_length", 0 if architecture.parts else None)
         return {
             "architectures": [architecture.name],
@@ -76,16 +79,15 @@ class _Reader:
             **self._token_ids(),
         }
 
-    def _attention(self) -> dict[str, Any]:
+    def _attention(self, rope_fields: Mapping[str, Any], rotary_dim: int) -> dict[str, Any]:
         metadata = self._metadata
         heads, head_dim = metadata.size("attention.head_count"), metadata.head_dim
-        rotary_dim = self._check_heads(head_dim)
         return {
             "num_attention_heads": heads,
             "num_key_value_heads": metadata.size("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "max_position_embeddings": metadata.size("context_length"),
-            "rope_parameters": self._rope(self._architecture.rope(metadata), rotary_dim, head_dim),
+            "rope_parameters": self._rope(rope_fields, rotary_dim, head_dim),
         }
 
     def _check_tensors(self) -> dict[str, bool]:
