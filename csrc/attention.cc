@@ -2,6 +2,7 @@
 
 #include "attention.h"
 #include "latent.h"
+#include "sparse.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
@@ -35,6 +36,12 @@ void latent_merge(const Attention& a, int64_t task) {
 void latent_store(const LatentStore& a, int64_t token) {
   with_kv_type(a.type, a.quantized, [&]<class T, class K>() { store_latent<T, K>(a, token); });
 }
+
+void index_scores(const SelectKeys& a, int64_t task) {
+  a.type == Type::float32 ? score_positions<float>(a, task) : score_positions<bf16>(a, task);
+}
+
+void select_keys(const SelectKeys& a, int64_t token) { select_positions(a, token); }
 
 }  // namespace PENSTOCK_ISA
 }  // namespace penstock

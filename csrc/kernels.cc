@@ -51,6 +51,8 @@ void import_kv(const KVTransfer& a, int64_t task);
 void attention(const Attention& a, int64_t task);
 void latent_merge(const Attention& a, int64_t task);
 void latent_store(const LatentStore& a, int64_t token);
+void index_scores(const SelectKeys& a, int64_t task);
+void select_keys(const SelectKeys& a, int64_t token);
 
 #define PENSTOCK_TEXT(x) #x
 #define PENSTOCK_NAME(x) PENSTOCK_TEXT(x)
@@ -90,6 +92,8 @@ const Kernels kernels = {
     attention,
     latent_merge,
     latent_store,
+    index_scores,
+    select_keys,
     product<LinearByHead, linear_by_head_block<float>, linear_by_head_block<bf16>>,
     by_type<Convolution, convolution_task<float>, convolution_task<bf16>>,
     kConvolutionTask,

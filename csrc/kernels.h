@@ -304,11 +304,14 @@ struct Attention {
   bool causal;  // false: queries also attend to later positions: to all, or with a window to window - 1 of them
   const int32_t* key_ends;  // [tokens]: position after the last one to which each query attends; null: see `causal`
   bool chunked;  // queries attend only within their chunk of `window` positions
+  // Sparse attention over a latent cache: elements between the cache's vectors. Each query is a sequence, and
+  // `block_tables` has the slots of the positions to which it attends (SelectKeys). 0: dense attention.
+  int64_t row;
 };
 
 // Rotary embedding of the rotary parts of queries and keys, and storage of latent vectors. A panel of a latent cache holds
 // contiguous vectors: each is a latent vector followed by the rotated key. In a quantized cache, the float32 scales of the
-// panel's vectors follow.
+// panel's vectors follow. With sparse attention, each vector is followed by the token's index key.
 struct LatentStore {
   const void *q, *k, *latent;  // [tokens, heads, rope], [tokens, rope] and [tokens, dim - rope]
   void* out;  // [tokens, heads, rope], the rotated queries
@@ -321,6 +324,27 @@ struct LatentStore {
   bool interleaved;
   Type type;
   bool quantized;
+  const void* index_keys;  // [tokens, index_dim], rows `index_stride` elements apart; null: not written
+  int64_t index_dim, index_stride;  // `index_dim` 0: no index keys
+};
+
+// Selection of the positions to which queries attend (sparse attention). The score of a position is the sum over the index
+// heads, in order, of weight * max(query * key, 0). A query attends to the `top_k` positions with the largest scores, and of
+// positions with equal scores to the first ones.
+struct SelectKeys {
+  const void* q;  // [tokens, heads, dim]
+  const float* weights;  // [tokens, heads]
+  const void* cache;  // latent cache: the last `dim` of the `row` elements of a vector are the index key
+  const int32_t* block_tables;  // [sequences, table_width]
+  const int32_t* sequences;  // [tokens]
+  const int32_t* ends;  // [tokens]: number of positions up to the query's
+  const int32_t* tiles;  // [tasks, 2]: token, and first of kSplitPositions positions to score
+  const int64_t* offsets;  // [tokens]: index of the token's first score; -1: all of its positions are selected
+  float* scores;
+  int32_t* slots;  // [tokens, top_k]: slots of the selected positions, in ascending order of positions
+  int64_t heads, dim, row, block_size, table_width, top_k;
+  float scale;  // factor of the weights
+  Type type;
 };
 
 // Product of each head of a row and the head's matrix. The matrices are stacked, each padded from `outputs` to `padded`
@@ -483,6 +507,8 @@ struct Kernels {
   void (*attention)(const Attention&, int64_t task);
   void (*latent_merge)(const Attention&, int64_t task);  // merges the splits of the same rows, in the task of split 0
   void (*latent_store)(const LatentStore&, int64_t task);
+  void (*index_scores)(const SelectKeys&, int64_t task);
+  void (*select_keys)(const SelectKeys&, int64_t token);
   void (*linear_by_head)(const LinearByHead&, int64_t task);  // a task is one head and linear_rows rows
   void (*convolution)(const Convolution&, int64_t task);
   int64_t convolution_channels;  // of a task

@@ -36,12 +36,15 @@ void store_latent(const LatentStore& a, int64_t token) {
   T vector[kMaxLatentKey];
   memcpy(vector, (const T*)a.latent + token * a.latent_stride, latent * sizeof(T));
   rotate_head<kMaxLatentKey>((const T*)a.k + token * a.k_stride, cos, sin, vector + latent, half, a.interleaved);
-  const LatentPanel<K> panel(a.cache, slot / a.panel, a.dim, a.panel);
-  auto* to = panel.vectors + slot % a.panel * a.dim;
+  const int64_t row = a.dim + a.index_dim;
+  const LatentPanel<K> panel(a.cache, slot / a.panel, row, a.panel);
+  auto* to = panel.vectors + slot % a.panel * row;
   if constexpr (K::kQuantized)
     panel.scales[slot % a.panel] = quantize_vector(vector, a.dim, to).scale;
-  else
+  else {
     memcpy(to, vector, a.dim * sizeof(T));
+    if (a.index_keys) memcpy(to + a.dim, (const T*)a.index_keys + token * a.index_stride, a.index_dim * sizeof(T));
+  }
 }
 
 // `transfer_tokens` for a latent cache.
@@ -60,15 +63,16 @@ void transfer_latent(const KVTransfer& a, int64_t task) {
   }
 }
 
-// Writes four vectors to four columns of a span's keys, in which the elements of a step (32 bits) are adjacent.
+// Writes four vectors, `row` elements apart, to four columns of a span's keys, in which the elements of a step (32 bits) are
+// adjacent.
 template <class K>
-inline void transpose_keys(const typename K::Element* vectors, int64_t dim, uint32_t* keys) {
+inline void transpose_keys(const typename K::Element* vectors, int64_t row, int64_t dim, uint32_t* keys) {
   using Four = Vector<uint32_t, 4>;
   const int64_t bytes = dim * sizeof(typename K::Element);
   for (int64_t word = 0; word < bytes / 4; word += 4) {
     Four v[4];
     PENSTOCK_FOR (int i = 0; i < 4; i++) {
-      v[i] = load_bits<Four>((const char*)vectors + i * bytes + word * 4);
+      v[i] = load_bits<Four>((const char*)(vectors + i * row) + word * 4);
       if constexpr (K::kQuantized) v[i] = v[i] ^ 0x80808080;  // keys have 128 added
     }
     const Four a = __builtin_shufflevector(v[0], v[1], 0, 4, 1, 5), b = __builtin_shufflevector(v[2], v[3], 0, 4, 1, 5);
@@ -126,7 +130,7 @@ template <class K>
 void load_span(const KVPanel<K>& span, int64_t at, const LatentPanel<K>& panel, int64_t count, int64_t dim,
                int64_t value_dim) {
   constexpr int n = K::ValueStep::kInputs;
-  for (int64_t p = 0; p < count; p += 4) transpose_keys<K>(panel.vectors + p * dim, dim, (uint32_t*)span.keys + at + p);
+  for (int64_t p = 0; p < count; p += 4) transpose_keys<K>(panel.vectors + p * dim, dim, dim, (uint32_t*)span.keys + at + p);
   for (int64_t p = 0; p < count; p += n)
     interleave_values<K>(panel.vectors + p * dim, dim, value_dim, span.values + (at + p) * value_dim);
   if constexpr (K::kQuantized) {
@@ -194,6 +198,7 @@ struct LatentScratch {
   static constexpr int64_t kRows = kMaxLatentGroups * kTaskRows;
   std::vector<CacheLine> q, out, span;
   std::vector<CacheLine> before;  // outputs of previous splits
+  std::vector<CacheLine> gathered;  // vectors of the positions of a span, with sparse attention
   f32x16 weight_sum[kRows];
   float max_score[kRows];
   QueryRows<K> groups[kMaxLatentGroups];
@@ -223,6 +228,21 @@ inline void copy_result(const PartialResult& to, const PartialResult& from, int6
   *to.max_score = *from.max_score;
 }
 
+// Copies the vectors of `count` slots to position 0 of a span.
+template <class K>
+void gather_span(const Attention& a, LatentScratch<K>& memory, const KVPanel<K>& span, const int32_t* slots, int64_t count) {
+  const int64_t dim = a.dim, size = panel_positions(a.block_size), vector = dim * sizeof(typename K::Element);
+  memory.gathered.resize(ceil_div(kMaxLatentKey * kSpan * sizeof(typename K::Element), sizeof(CacheLine)));
+  const LatentPanel<K> gathered(memory.gathered.data(), 0, dim, kSpan);
+  auto cached = [&](int64_t slot) {
+    return LatentPanel<K>(a.cache, slot / size, a.row, size).vectors + slot % size * a.row;
+  };
+  for (int64_t p = 0; p < count; p++) memcpy(gathered.vectors + p * dim, cached(slots[p]), vector);
+  const int64_t whole = ceil_div(count, 4) * 4;
+  memset(gathered.vectors + count * dim, 0, (whole - count) * vector);
+  load_span(span, 0, gathered, whole, dim, a.latent);
+}
+
 // Computes attention to positions `begin` to `last`, which are within a split.
 template <class T, class K>
 void attend_split(const Attention& a, LatentScratch<K>& memory, int64_t sequence, int64_t count, int64_t begin,
@@ -236,7 +256,9 @@ void attend_split(const Attention& a, LatentScratch<K>& memory, int64_t sequence
   }
   KVPanel<K> span(memory.span.data(), 0, dim, kSpan);
   for (int64_t at = begin; at <= last; at += kSpan) {
-    for (int64_t position = at; position <= last && position < at + kSpan; position += size) {
+    if (a.row)
+      gather_span<K>(a, memory, span, a.block_tables + sequence * a.table_width + at, std::min(kSpan, last + 1 - at));
+    for (int64_t position = at; !a.row && position <= last && position < at + kSpan; position += size) {
       const int64_t panel = position / size, block = a.block_tables[sequence * a.table_width + panel / block_panels];
       const int64_t positions = last + 1 - position < size ? ceil_div(last + 1 - position, 4) * 4 : size;
       load_span(span, position - at, LatentPanel<K>(a.cache, block * block_panels + panel % block_panels, dim, size),

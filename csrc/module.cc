@@ -580,15 +580,15 @@ LatentTasks latent_tasks(const int32_t* starts, const int32_t* lengths, int64_t 
 void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,
                int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t table_width,
                int64_t window, int64_t out_stride, float scale, int type, bool quantized, float cap, Address sinks,
-               int64_t latent, bool causal, Address key_ends, bool chunked) {
-  submit({0, sequences}, [=](Size size) {
+               int64_t latent, bool causal, Address key_ends, bool chunked, int64_t row) {
+  submit({sequences, sequences}, [=](Size size) {
     const int32_t* starts = ptr<int32_t>(query_starts);
     auto args = make<Attention>(ptr<void>(q), ptr<void>(out), ptr<void>(cache), ptr<int32_t>(block_tables), starts,
                                 ptr<int32_t>(lengths), nullptr, 0, heads, kv_heads, dim, block_size, table_width, window,
                                 out_stride, scale, Type(type), quantized, cap, ptr<float>(sinks), latent,
-                                kernels->attention_rows, nullptr, causal, ptr<int32_t>(key_ends), chunked);
+                                kernels->attention_rows, nullptr, causal, ptr<int32_t>(key_ends), chunked, row);
     if (latent) {
-      const LatentTasks tasks = latent_tasks(starts, args.lengths, size.sequences, heads, latent);
+      const LatentTasks tasks = latent_tasks(starts, args.lengths, row ? size.tokens : size.sequences, heads, latent);
       args.tiles = tasks.tiles.data(), args.tasks = int64_t(tasks.tiles.size()) / 4;
       args.task_rows = tasks.rows, args.partial = tasks.partial;
       pool()->run(args.tasks, [&](int64_t task) { kernels->attention(args, task); });
@@ -609,12 +609,53 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
 void latent_store(Address q, Address k, Address latent, Address out, Address positions, Address table, Address cache,
                   Address slots, int64_t tokens, int64_t heads, int64_t rope, int64_t dim, int64_t block_size,
                   int64_t q_stride, int64_t q_head, int64_t k_stride, int64_t latent_stride, int64_t out_stride,
-                  int64_t out_head, bool interleaved, int type, bool quantized) {
+                  int64_t out_head, bool interleaved, int type, bool quantized, Address index_keys, int64_t index_dim,
+                  int64_t index_stride) {
   submit_rows(tokens, &Kernels::latent_store,
               make<LatentStore>(ptr<void>(q), ptr<void>(k), ptr<void>(latent), ptr<void>(out), ptr<int64_t>(positions),
                                 ptr<float>(table), ptr<void>(cache), ptr<int64_t>(slots), heads, rope, dim,
                                 panel_positions(block_size), q_stride, q_head, k_stride, latent_stride, out_stride, out_head,
-                                interleaved, Type(type), quantized));
+                                interleaved, Type(type), quantized, ptr<void>(index_keys), index_dim, index_stride));
+}
+
+// Selects positions for sparse attention, and writes the slots and their numbers as a batch of one sequence per token:
+// `starts` [tokens + 1], `counts` [tokens], `slots` [tokens, top_k]. Tokens are processed in groups, whose scores use limited
+// memory.
+void select_keys(Address q, Address weights, Address cache, Address block_tables, Address query_starts, Address lengths,
+                 Address starts, Address counts, Address slots, int64_t sequences, int64_t heads, int64_t dim, int64_t row,
+                 int64_t block_size, int64_t table_width, int64_t top_k, float scale, int type) {
+  constexpr int64_t kGroupScores = 1 << 22;
+  submit({0, sequences}, [=](Size size) {
+    static thread_local std::vector<CacheLine> memory;
+    const int32_t* first = ptr<int32_t>(query_starts);
+    const int64_t tokens = first[size.sequences];
+    std::vector<int32_t> sequence_of(tokens), ends(tokens), tiles;
+    std::vector<int64_t> offsets(tokens, -1);
+    for (int64_t sequence = 0; sequence < size.sequences; sequence++)
+      for (int32_t token = first[sequence]; token < first[sequence + 1]; token++) {
+        sequence_of[token] = int32_t(sequence);
+        ends[token] = ptr<int32_t>(lengths)[sequence] - (first[sequence + 1] - token) + 1;
+        ptr<int32_t>(starts)[token] = token;
+        ptr<int32_t>(counts)[token] = int32_t(std::min<int64_t>(ends[token], top_k));
+      }
+    ptr<int32_t>(starts)[tokens] = int32_t(tokens);
+    auto args = make<SelectKeys>(ptr<void>(q), ptr<float>(weights), ptr<void>(cache), ptr<int32_t>(block_tables),
+                                 sequence_of.data(), ends.data(), nullptr, offsets.data(), nullptr, ptr<int32_t>(slots),
+                                 heads, dim, row, block_size, table_width, top_k, scale, Type(type));
+    for (int64_t begin = 0, end; begin < tokens; begin = end) {
+      int64_t scores = 0;
+      tiles.clear();
+      for (end = begin; end < tokens && (end == begin || scores + ends[end] <= kGroupScores); end++) {
+        if (ends[end] <= top_k) continue;
+        offsets[end] = scores, scores += ends[end];
+        for (int32_t position = 0; position < ends[end]; position += kSplitPositions)
+          for (int64_t number : {end, int64_t(position)}) tiles.push_back(int32_t(number));
+      }
+      args.tiles = tiles.data(), args.scores = (float*)scratch(memory, ceil_div(scores, 16));
+      pool()->run(tiles.size() / 2, [&](int64_t task) { kernels->index_scores(args, task); });
+      pool()->run(end - begin, [&](int64_t token) { kernels->select_keys(args, begin + token); });
+    }
+  });
 }
 
 void linear_by_head(Address x, const Matrix& matrix, Address out, int64_t x_stride, int64_t x_head, int64_t out_stride,
@@ -887,6 +928,7 @@ NB_MODULE(_kernels, m) {
   m.def("store", &store, free);
   m.def("attention", &attention, free);
   m.def("latent_store", &latent_store, free);
+  m.def("select_keys", &select_keys, free);
   m.def("linear_by_head", &linear_by_head, free);
   m.def("export_kv", &transfer_kv<&Kernels::export_kv>, free);
   m.def("import_kv", &transfer_kv<&Kernels::import_kv>, free);

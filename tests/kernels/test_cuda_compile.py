@@ -26,7 +26,7 @@ TENSOR_MEMORY = 512
 """Columns of tensor memory of a multiprocessor. A program that needs more columns is compiled to a trap instruction."""
 FP8 = "fp8"
 MULTIPLY = ("product", "product_int4", "product_fp8_blocks", "attention", "shrink", "expand")
-MULTIPLY += ("latent_attention", "linear_by_head")
+MULTIPLY += ("latent_attention", "linear_by_head", "index_scores")
 """Names of the kernels that must have matrix instructions."""
 
 

@@ -11,6 +11,7 @@ import encoder_checkpoints
 import interpreted  # noqa: F401 - must precede the kernels
 import pytest
 import state_families
+import test_sparse_attention
 import test_speculative_heads as heads
 import torch
 from checkpoints import SMALL, save
@@ -78,9 +79,9 @@ def test_embeddings_of_decoder_equal_reference_backend(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["v3", "v2, experts in groups"])
+@pytest.mark.parametrize("name", ["v3", "v2, experts in groups", "v3.2", "glm-5, shared selection, experts"])
 def test_tokens_of_latent_attention_equal_reference_backend(name: str, tmp_path: Path) -> None:
-    save_with_bias(CONFIGS[name], tmp_path)
+    save_with_bias((CONFIGS | test_sparse_attention.CONFIGS)[name], tmp_path)
     assert tokens(tmp_path, ops="cuda") == tokens(tmp_path, ops="reference")
 
 

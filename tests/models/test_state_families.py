@@ -18,7 +18,9 @@ from test_families import GREEDY, OPTIONS, PROMPTS, VOCABULARY, check
 
 from penstock import LoRARequest
 from penstock.checkpoint.config_json import read_config_json
-from penstock.core import PenstockError, SamplingParams
+from penstock.config.options import EngineOptions
+from penstock.core import EngineRequest, PenstockError, SamplingParams
+from penstock.engine.engine import Engine
 from penstock.frontend.llm import LLM
 from penstock.planning.kv_size import weight_bytes
 from penstock.planning.model_size import model_size_of
@@ -82,6 +84,33 @@ def test_bits_do_not_depend_on_drafts_ranks_and_stages(family: str, tmp_path: Pa
             {"pipeline_parallel_size": 2, "speculative_config": NGRAMS},
         ):
             assert outputs(tmp_path, sampling, REPEATED, **options) == expected, options
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(("family", "stages"), [*((family, 1) for family in FAMILIES), ("Bamba", 2), ("Lfm2", 2)])
+def test_prompts_of_a_prefill_instance_give_same_outputs(family: str, stages: int, tmp_path: Path) -> None:
+    draw(family, 0, tmp_path)
+    expected = outputs(tmp_path, GREEDY, REPEATED)
+    (tmp_path / "secret").write_text("s" * 64)
+    (tmp_path / "secret").chmod(0o600)
+    common = {
+        "cluster_secret_file": str(tmp_path / "secret"),
+        "kv_buffer_size": 2**24,
+        "pipeline_parallel_size": stages,
+    }
+    options = [EngineOptions(model=str(tmp_path), role=role, **OPTIONS | common) for role in ("prefill", "decode")]
+    prefill, decode = map(Engine, options)
+    assert prefill.kv_connector and decode.kv_connector
+    for number, prompt in enumerate(REPEATED):
+        address = prefill.kv_connector.address
+        decode.add(EngineRequest(request_id=str(number), prompt=prompt, sampling=GREEDY, prefill=(address,)))
+    found: dict[str, list[int]] = {str(number): [] for number in range(len(REPEATED))}
+    while decode.busy:
+        for delta in [delta for engine in (prefill, decode) if engine.busy for delta in engine.step()]:
+            assert not delta.failure, delta
+            found[delta.request_id] += delta.token_ids
+    assert [[tokens] for tokens in found.values()] == [[tokens for tokens, _ in each] for each in expected]
+    assert decode.kv_connector.counts["completed"] == len(REPEATED)
 
 
 @pytest.mark.slow_after(1)

@@ -333,6 +333,34 @@ def latents(whole: bool) -> Calls:
             yield "linear_by_head", partial(latent.linear_by_head, empty(8, heads, inputs), weight)
 
 
+def sparse(whole: bool) -> Calls:
+    """Sparse attention in the shapes of DeepSeek-V3.2 and, with ``whole``, of GLM-5."""
+    from penstock.ops import AttentionMetadata, KVSpec
+    from penstock.ops.cuda import kv_cache, latent
+
+    for heads, index_heads in ((128, 64), (64, 32)) if whole else ((128, 64),):
+        cache = kv_cache.new_kv_cache([KVSpec(1, 704, "bfloat16", 64, latent=512, index_dim=128)], 2, CPU)[0]
+
+        queries, numbers = empty(8, heads, 576), torch.zeros(9, dtype=torch.int32)
+
+        def store(cache: Any = cache, queries: Any = queries) -> None:
+            tokens, table, out = torch.empty(8).long(), torch.empty(4096, 64), queries[..., 512:]
+            down = empty(8, 64), empty(8, 512)
+            latent.latent_rope_and_store(out, *down, tokens, table, cache, tokens, True, out, empty(8, 128))
+
+        def select(index_heads: int = index_heads, cache: Any = cache, numbers: Any = numbers) -> None:
+            metadata = AttentionMetadata(numbers, numbers[:8], torch.zeros(8, 100, dtype=torch.int32))
+            latent.select_keys(empty(8, index_heads, 128), torch.empty(8, index_heads), cache, metadata, 2048, 0.1)
+
+        def attend(queries: Any = queries, cache: Any = cache, numbers: Any = numbers) -> None:
+            selected = AttentionMetadata(numbers, numbers[:8], torch.zeros(8, 2048, dtype=torch.int32))
+            latent.latent_attention(queries, cache, selected, 0.1, 512, selected=True)
+
+        yield "store index keys", store
+        yield f"select_keys {index_heads}", select
+        yield f"sparse attention {heads}", attend
+
+
 def states(whole: bool) -> Calls:
     """Recurrent layers in the shapes of Qwen3-Next, Kimi-Linear, Nemotron-H, MiniMax-01, Jamba and RecurrentGemma."""
     from penstock.ops import AttentionMetadata, Batch, DeltaSizes, ScanWeights, StateBatch, StateSpaceSizes
@@ -402,6 +430,7 @@ OPS: tuple[Callable[[bool], Calls], ...] = (
     kv_caches,
     attentions,
     latents,
+    sparse,
     states,
     sampling,
 )

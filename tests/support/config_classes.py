@@ -18,7 +18,19 @@ SOURCES = Path(penstock.__file__).parent
 TABLE = SOURCES / "checkpoint" / "config_defaults.json"
 TEXT = (
     *("bert", "roberta", "xlm-roberta", "modernbert", "gte"),
-    *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma"),
+    *(
+        "cohere",
+        "cohere2",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "dots1",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
+        "gemma",
+    ),
     *("gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "hunyuan_v1_dense"),
     *("falcon_mamba", "jamba", "lfm2", "lfm2_moe", "mamba", "recurrent_gemma"),
     *(

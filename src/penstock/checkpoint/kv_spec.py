@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element, by dtype name."""
@@ -23,13 +23,14 @@ class KVSpec:
 
     A block holds ``block_size`` tokens. Each token has a key and a value vector per head, or, with ``latent``, one
     vector for all heads: it is the key, and its first ``latent`` elements are the value (multi-head latent attention;
-    DeepSeek-AI, 2024).
+    DeepSeek-AI, 2024). With sparse attention, the last ``index_dim`` elements of the vector are the token's index key,
+    and not part of the key.
     """
 
     kv_heads: int
     """Number of key and value heads of this rank; 1 with ``latent``."""
     head_dim: int
-    """Elements per vector; with ``latent``, compressed keys and values plus rotary key."""
+    """Elements per vector; with ``latent``, compressed keys and values plus rotary key, plus index key."""
     dtype: str
     """Dtype of unquantized vectors: a key of ``ITEM_BYTES``."""
     block_size: int = 64
@@ -40,6 +41,12 @@ class KVSpec:
     """Sliding window: number of positions that a query sees, including its own; 0: all."""
     latent: int = 0
     """Number of leading elements of a token's vector that are its value; 0: separate keys and values."""
+    index_dim: int = 0
+    """Elements of the index key of sparse attention, only with ``latent``; 0: dense attention."""
+
+    def without_index_keys(self) -> KVSpec:
+        """The KV cache of a layer that attends to the keys selected by another layer."""
+        return replace(self, head_dim=self.head_dim - self.index_dim, index_dim=0)
 
     @property
     def vectors(self) -> int:

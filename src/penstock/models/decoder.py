@@ -104,7 +104,9 @@ class Decoder(BaseModel):
             return []
         whole = replace(specs[0], kv_heads=config.num_kv_heads)
         numbers = [layer for layer in range(config.num_layers) if config.has_attention(layer)]
-        layouts = transfer_layouts([whole] * len(numbers), slot_tokens)
+        shared = whole.without_index_keys()  # not of the first layer of a stage (split_layers)
+        specs = [shared if number in config.shared_layers else whole for number in numbers]
+        layouts = transfer_layouts(specs, slot_tokens)
         return [
             replace(layout, first_head=self._first_kv_head)
             for number, layout in zip(numbers, layouts, strict=True)

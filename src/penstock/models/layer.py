@@ -144,6 +144,8 @@ def latent_attention(context: BuildContext, config: ModelConfig, layer: int, nam
         interleaved=latent.rope_interleave,
         scale=latent.scale,
         bias=config.output_bias,
+        indexer=latent.indexer,
+        shares_selection=layer in config.shared_layers,
     )
 
 

@@ -140,6 +140,7 @@ class Ops(Protocol):
         slot_mapping: Tensor,
         interleaved: bool,
         out: Tensor,
+        index_keys: Tensor | None = None,
     ) -> None: ...
     def latent_attention(
         self,
@@ -148,7 +149,11 @@ class Ops(Protocol):
         metadata: AttentionMetadata,
         scale: float,
         latent: int,
+        selected: bool = False,
     ) -> Tensor: ...
+    def select_keys(
+        self, q: Tensor, weights: Tensor, cache: Any, metadata: AttentionMetadata, top_k: int, scale: float
+    ) -> AttentionMetadata: ...
     def export_kv(
         self,
         cache: Any,

@@ -345,6 +345,28 @@ def attention(
     causal: bool,
     key_ends: int,
     chunked: bool,
+    row: int,
+    /,
+) -> None: ...
+def select_keys(
+    q: int,
+    weights: int,
+    cache: int,
+    block_tables: int,
+    query_starts: int,
+    lengths: int,
+    starts: int,
+    counts: int,
+    slots: int,
+    sequences: int,
+    heads: int,
+    dim: int,
+    row: int,
+    block_size: int,
+    table_width: int,
+    top_k: int,
+    scale: float,
+    type: int,
     /,
 ) -> None: ...
 def latent_store(
@@ -370,6 +392,9 @@ def latent_store(
     interleaved: bool,
     type: int,
     quantized: bool,
+    index_keys: int,
+    index_dim: int,
+    index_stride: int,
     /,
 ) -> None: ...
 def linear_by_head(

@@ -138,6 +138,9 @@ class Batch:
     states: StateBatch | None = None
     """States of the sequences; None for models without recurrent layers. The numbers are in host memory until the
     forward pass; the cache is on the device."""
+    selection: AttentionMetadata | None = None
+    """Keys of sparse attention (``ops.select_keys``) of the last layer with an indexer, which later layers may reuse.
+    Layers set it; valid until the next forward pass."""
     aux_hidden_states: tuple[Tensor, ...] = ()
     """Residual stream ``[tokens, hidden]`` before each of the model's ``aux_hidden_state_layers``. The forward pass
     sets them; valid until the next forward pass."""

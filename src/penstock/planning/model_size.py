@@ -67,6 +67,10 @@ class ModelSize:
     """Recurrent state of each layer that has one, on one rank for all heads."""
     encoder: bool = False
     """True for bidirectional models, which keep the keys and values of a single layer, and only during a step."""
+    index_dim: int = 0
+    """Elements of a token's index key (sparse attention), in addition to ``kv_dim``; 0: dense attention."""
+    shared_layers: frozenset[int] = frozenset()
+    """Layers that use the key selection of the layer before them, which must be in the same pipeline stage."""
 
     def with_redundant_experts(self, count: int) -> ModelSize:
         """Size with ``count`` redundant experts in each layer."""
@@ -111,7 +115,7 @@ def size_of(config: ModelConfig) -> ModelSize:
     state_weights, plain_state_weights = (
         len(states) * each for each in (config.state.num_weights(hidden) if config.state else (0, 0))
     )
-    layer_weights = num_kv * attention + state_weights + plain * dense + num_sparse * sparse
+    layer_weights = num_kv * attention + _indexers(config) + state_weights + plain * dense + num_sparse * sparse
     stored, shares = stored_format(quantization_config_of(raw)), _gguf_shares(raw, "layers")
     if stored.is_mxfp4:
         share = num_sparse * (sparse - routers) / layer_weights
@@ -130,7 +134,9 @@ def size_of(config: ModelConfig) -> ModelSize:
         num_kv_heads=kv_heads,
         kv_dim=kv_dim,
         latent=latent.kv_lora_rank if latent else 0,
-        mtp_weights=config.num_mtp_layers * (attention + mtp + 2 * hidden * hidden),
+        index_dim=config.index_dim,
+        shared_layers=config.shared_layers,
+        mtp_weights=config.num_mtp_layers * (attention + _indexer(config) + mtp + 2 * hidden * hidden),
         num_mtp_layers=config.num_mtp_layers,
         quantization=config.quantization,
         stored=stored,
@@ -169,6 +175,19 @@ def _attention(config: ModelConfig) -> tuple[int, int]:
     absorbed = rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
     outputs = heads * latent.v_head_dim * hidden
     return q + hidden * (rank + latent.qk_rope_head_dim) + absorbed + outputs, absorbed
+
+
+def _indexer(config: ModelConfig) -> int:
+    """Parameters of an indexer of sparse attention."""
+    if config.latent is None or (indexer := config.latent.indexer) is None:
+        return 0
+    queries = (config.latent.q_lora_rank or 0) * indexer.heads * indexer.dim
+    return queries + config.hidden_size * (indexer.dim + indexer.heads)
+
+
+def _indexers(config: ModelConfig) -> int:
+    """Parameters of all layers' indexers."""
+    return _indexer(config) * (config.num_layers - len(config.shared_layers))
 
 
 def _position_weights(config: ModelConfig) -> int:

@@ -22,6 +22,9 @@ def split_layers(
         quantization: a key of ``SCHEMES``.
         dtype: data type of the computation; ``auto``: the checkpoint's.
 
+    No stage begins with a layer that uses the key selection of the layer before it (``ModelSize.shared_layers``): the
+    balanced stages begin with the nearest other layer.
+
     Raises ``PenstockError`` (``invalid``) for fewer layers than stages, or an invalid value of ``layers``.
     """
     total = size.num_layers
@@ -29,6 +32,9 @@ def split_layers(
         raise invalid(FIELD, f"is {stages}, more than the model's {total} layers", total)
     counts = _given(layers, stages, total) if layers else _balanced(size, stages, quantization, dtype)
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
+    if size.shared_layers:
+        ends = [*_whole_groups(size, ends[:-1], bool(layers)), total]
+        counts = [end - first for first, end in zip([0, *ends], ends, strict=False)]
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
@@ -42,6 +48,27 @@ def stage_weight_bytes(
     layer, head = bytes_per_weight(size, quantization, dtype)
     ends = (layers.start == 0) + (layers.stop == size.num_layers)
     return int(size.layer_weights * layer * len(layers) / size.num_layers + ends * size.head_weights * head)
+
+
+def _whole_groups(size: ModelSize, starts: list[int], given: bool) -> list[int]:
+    """First layers of the later stages, moved so that none of them is in ``size.shared_layers``.
+
+    Args:
+        given: the user has given the numbers of layers, which are not changed.
+    """
+    allowed = [layer for layer in range(1, size.num_layers) if layer not in size.shared_layers]
+    if given and (cut := next((start for start in starts if start not in allowed), None)):
+        message = f"begins a stage with layer {cut}, which attends to the keys selected by the layer before it"
+        raise invalid(LAYERS_FIELD, f"{message}; stages may begin with layers {', '.join(map(str, allowed))}")
+    if len(allowed) < len(starts):
+        message = f"is {len(starts) + 1}, but only {len(allowed) + 1} groups of layers select their own keys"
+        raise invalid(FIELD, message, len(allowed) + 1)
+    moved, first = list[int](), 0
+    for later, start in zip(reversed(range(len(starts))), starts, strict=True):
+        choices = range(first, len(allowed) - later)
+        chosen = min(choices, key=lambda index: abs(allowed[index] - start))
+        moved, first = [*moved, allowed[chosen]], chosen + 1
+    return moved
 
 
 def _given(layers: str, stages: int, total: int) -> list[int]:

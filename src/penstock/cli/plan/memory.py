@@ -82,7 +82,7 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
     split = split_layers(size, stages, options.pipeline_parallel_layers, quantization, options.dtype)
     weights = max(stage_weight_bytes(size, layers, quantization, options.dtype, mtp) for layers in split)
     specs = kv_specs(size, options.block_size, options.kv_cache_dtype, options.dtype, mtp, ranks)
-    token = bytes_per_token(specs if stages == 1 else specs[: max(map(len, split))])
+    token = max(bytes_per_token(specs if stages == 1 else specs[each.start : each.stop]) for each in split)
     if draft := draft_size(speculative, str(folder), size):
         draft = draft if args.gpu_memory else draft.on_cpu()
         weights += weight_bytes(draft, quantization, options.dtype)

@@ -13,6 +13,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.expert_placement import check_sizes, read_placement
 from penstock.models import ModelConfig
+from penstock.planning.kv_size import check_kv_cache_dtype
 from penstock.planning.model_size import size_of
 from penstock.planning.pipeline import split_layers
 
@@ -48,6 +49,7 @@ def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -
     _check_vision(options, config, speculative)
     if config.state:
         _check_states(options, config, speculative)
+    check_kv_cache_dtype(options.kv_cache_dtype, config)
     _check_ranks(options, config)
     return options
 

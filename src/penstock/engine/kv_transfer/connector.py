@@ -129,6 +129,7 @@ class KVConnector:
         stages = [
             (layers, list(range(stage * options.tensor_parallel_size, (stage + 1) * options.tensor_parallel_size)))
             for stage, layers in enumerate(_stages_of_layouts(options, config_json, len(layouts)))
+            if layers
         ]
         try:
             self.endpoint = Endpoint(instance, buffer, stages, transfer_options, self._wake)

@@ -49,9 +49,10 @@ def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> 
 def _check_latent(spec: KVSpec) -> None:
     """Raise ``PenstockError`` (``unsupported``) for unsupported sizes of latent vectors."""
     max_latent, max_key = _kernels.MAX_LATENT, _kernels.MAX_LATENT_KEY
-    if spec.latent % 16 or spec.head_dim % 16 or spec.latent > max_latent or spec.head_dim > max_key:
+    key = spec.head_dim - spec.index_dim
+    if spec.latent % 16 or key % 16 or spec.latent > max_latent or key > max_key:
         message = (
-            f"latent vectors have the size {spec.latent}, and {spec.head_dim} with the rotary key; CPU kernels support "
+            f"latent vectors have the size {spec.latent}, and {key} with the rotary key; CPU kernels support "
             f"multiples of 16 up to {max_latent} and {max_key}"
         )
         raise PenstockError(Code.UNSUPPORTED, message, "model")
@@ -97,9 +98,18 @@ def rope_and_store(
 
 
 def attention(
-    q: Tensor, cache: LayerCache, metadata: AttentionMetadata, options: AttentionOptions, out: Tensor | None = None
+    q: Tensor,
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+    options: AttentionOptions,
+    out: Tensor | None = None,
+    row: int = 0,
 ) -> Tensor:
-    """See ``reference.attention``. Returns ``[tokens, heads * latent]`` for a latent cache."""
+    """See ``reference.attention``. Returns ``[tokens, heads * latent]`` for a latent cache.
+
+    Args:
+        row: elements between the vectors of a latent cache, if ``metadata`` is a result of ``select_keys``; else 0.
+    """
     spec, heads = cache.spec, q.shape[1]
     out = empty((q.shape[0], heads * (spec.latent or spec.head_dim)), q.dtype) if out is None else out
     _kernels.attention(
@@ -112,7 +122,7 @@ def attention(
         metadata.seq_lens.shape[0],
         heads,
         spec.kv_heads,
-        spec.head_dim,
+        q.shape[2],
         spec.block_size,
         metadata.block_tables.shape[1],
         options.window,
@@ -126,6 +136,7 @@ def attention(
         options.causal,
         0 if metadata.key_ends is None else metadata.key_ends.data_ptr(),
         options.chunked,
+        row,
     )
     return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -64,10 +65,12 @@ def latent_rope_and_store(
     slot_mapping: Tensor,
     interleaved: bool,
     out: Tensor,
+    index_keys: Tensor | None = None,
 ) -> None:
     """See ``reference.latent_rope_and_store``."""
     spec, (tokens, heads, rope_dim) = cache.spec, q.shape
     assert q.stride(2) == k.stride(1) == latent.stride(1) == out.stride(2) == 1
+    assert index_keys is None or index_keys.stride(1) == 1
     _kernels.latent_store(
         q.data_ptr(),
         k.data_ptr(),
@@ -80,7 +83,7 @@ def latent_rope_and_store(
         tokens,
         heads,
         rope_dim,
-        spec.head_dim,
+        spec.head_dim - spec.index_dim,
         spec.block_size,
         q.stride(0),
         q.stride(1),
@@ -91,11 +94,48 @@ def latent_rope_and_store(
         interleaved,
         DTYPE_CODES[q.dtype],
         bool(spec.quantization),
+        0 if index_keys is None else index_keys.data_ptr(),
+        spec.index_dim,
+        0 if index_keys is None else index_keys.stride(0),
     )
 
 
-def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, latent: int) -> Tensor:
+def latent_attention(
+    q: Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, latent: int, selected: bool = False
+) -> Tensor:
     """See ``reference.latent_attention``."""
     assert q.is_contiguous() and latent == cache.spec.latent
-    attended: Tensor = attention(q, cache, metadata, AttentionOptions(scale)).unflatten(1, (-1, latent))
+    row = cache.spec.head_dim if selected else 0
+    attended: Tensor = attention(q, cache, metadata, AttentionOptions(scale), row=row).unflatten(1, (-1, latent))
     return attended
+
+
+def select_keys(
+    q: Tensor, weights: Tensor, cache: LayerCache, metadata: AttentionMetadata, top_k: int, scale: float
+) -> AttentionMetadata:
+    """See ``reference.select_keys``."""
+    spec, (tokens, heads, dim) = cache.spec, q.shape
+    assert q.is_contiguous() and weights.is_contiguous() and dim == spec.index_dim
+    starts, counts = empty((tokens + 1,), torch.int32), empty((tokens,), torch.int32)
+    slots = empty((tokens, top_k), torch.int32)
+    _kernels.select_keys(
+        q.data_ptr(),
+        weights.data_ptr(),
+        cache.data.data_ptr(),
+        metadata.block_tables.data_ptr(),
+        metadata.query_start_loc.data_ptr(),
+        metadata.seq_lens.data_ptr(),
+        starts.data_ptr(),
+        counts.data_ptr(),
+        slots.data_ptr(),
+        metadata.seq_lens.shape[0],
+        heads,
+        dim,
+        spec.head_dim,
+        spec.block_size,
+        metadata.block_tables.shape[1],
+        top_k,
+        scale,
+        DTYPE_CODES[q.dtype],
+    )
+    return AttentionMetadata(starts, counts, slots)

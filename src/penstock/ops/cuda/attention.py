@@ -165,12 +165,17 @@ def reduce_splits(
     heads: int,
     spec: KVSpec,
     options: AttentionOptions,
+    max_positions: int,
     num_stages: int = 6,
     max_warps: int = 8,
 ) -> None:
-    """Write the results of split sequences to ``out``. Does nothing if the block tables are too short for splits."""
-    sequences, table_width = metadata.block_tables.shape
-    if table_width * spec.block_size <= SPLIT:  # no sequence has two splits
+    """Write the results of split sequences to ``out``. Does nothing if sequences are too short for splits.
+
+    Args:
+        max_positions: largest number of positions of a sequence that the block tables can hold.
+    """
+    sequences = len(metadata.block_tables)
+    if max_positions <= SPLIT:  # no sequence has two splits
         return
     dim, rows = spec.latent or spec.head_dim, power_of_two(plan.group_tile)
     padded = max(power_of_two(dim), 16)
@@ -267,5 +272,5 @@ def attention(
         num_warps=variant.num_warps,
         num_stages=variant.num_stages,
     )
-    reduce_splits(out, metadata, plan, heads, spec, options)
+    reduce_splits(out, metadata, plan, heads, spec, options, metadata.block_tables.shape[1] * spec.block_size)
     return out

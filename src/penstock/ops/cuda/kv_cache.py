@@ -56,9 +56,9 @@ def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> 
             found = "{}.{}".format(*architecture(device).capability)
             message = f"kv_cache_dtype fp8 requires a GPU of compute capability 8.9 or higher, not {found}: use int8"
             raise PenstockError(Code.UNSUPPORTED, message, "kv_cache_dtype")
-        largest = MAX_LATENT + MAX_HEAD if spec.latent else MAX_HEAD
-        if spec.head_dim % 16 or spec.head_dim > largest or spec.latent % 16 or spec.latent > MAX_LATENT:
-            message = f"head_dim {spec.head_dim}; supported are multiples of 16 up to {largest}"
+        largest, size = MAX_LATENT + MAX_HEAD if spec.latent else MAX_HEAD, spec.head_dim - spec.index_dim
+        if size % 16 or size > largest or spec.latent % 16 or spec.latent > MAX_LATENT:
+            message = f"head_dim {size}; supported are multiples of 16 up to {largest}"
             if spec.latent:
                 message += f", and latent sizes up to {MAX_LATENT}"
             raise PenstockError(Code.UNSUPPORTED, message, "model")

@@ -1,17 +1,20 @@
-"""Multi-head latent attention (MLA): products with a separate matrix per head, and the latent KV cache."""
+"""Multi-head latent attention (MLA), dense and sparse: products with a separate matrix per head, and the latent KV
+cache."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..batch import AttentionMetadata, AttentionOptions
-from .attention import SPLIT, Variant, plan_of, reduce_splits
+from .attention import SPLIT, Variant, plan_of, reduce_splits, workspace
 from .elementwise import power_of_two
 from .kernels import latent as kernels
+from .kernels import sparse as sparse_kernels
 from .kv_cache import LayerCache, block_strides
 from .launch import launch
 
@@ -20,6 +23,12 @@ ROWS, COLUMNS = 64, 64
 instructions."""
 HEADS = 16
 """Number of heads for which a program rotates the queries."""
+SCORE_TILE, SCORE_POSITIONS = 64, 512
+"""Number of positions that a program scores at a time, and in total."""
+SCORE_BYTES = 256 << 20
+"""Maximum size of the scores of a group of queries in bytes, unless those of one query are larger."""
+SELECT_BLOCK = 2048
+"""Number of scores that the selection of a query's keys reads at a time."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +82,12 @@ def latent_rope_and_store(
     slot_mapping: Tensor,
     interleaved: bool,
     out: Tensor,
+    index_keys: Tensor | None = None,
 ) -> None:
     """See ``reference.latent_rope_and_store``. Tokens with negative slots are padding."""
     spec, (tokens, heads, rope_dim) = cache.spec, q.shape
     assert q.stride(2) == k.stride(1) == latent.stride(1) == out.stride(2) == 1
+    assert index_keys is None or (index_keys.stride(1) == 1 and not spec.quantization)
     launch(
         kernels.latent_rope_and_store,
         (tokens, 1 + -(-heads // HEADS)),
@@ -89,6 +100,8 @@ def latent_rope_and_store(
         cache.scales,
         slot_mapping,
         out,
+        index_keys,
+        0 if index_keys is None else index_keys.stride(0),
         q.stride(0),
         q.stride(1),
         k.stride(0),
@@ -98,6 +111,7 @@ def latent_rope_and_store(
         *block_strides(cache),
         HEADS=heads,
         LATENT=spec.latent,
+        INDEX=spec.index_dim,
         HALF=rope_dim // 2,
         INTERLEAVED=interleaved,
         PAGE=spec.block_size,
@@ -105,11 +119,14 @@ def latent_rope_and_store(
         ROWS=min(HEADS, power_of_two(heads)),
         DIM=power_of_two(spec.latent),
         HALF_BLOCK=power_of_two(rope_dim // 2),
+        INDEX_BLOCK=power_of_two(max(spec.index_dim, 1)),
         num_warps=4,
     )
 
 
-def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, latent: int) -> Tensor:
+def latent_attention(
+    q: Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, latent: int, selected: bool = False
+) -> Tensor:
     """See ``reference.latent_attention``. Runs the three kernels of ``attention.attention``."""
     spec, (tokens, heads, dim) = cache.spec, q.shape
     assert q.is_contiguous() and latent == spec.latent and metadata.block_tables.stride(1) == 1
@@ -146,7 +163,9 @@ def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, 
         HEAD_TILE=plan.group_tile,
         LATENT=latent,
         ROPE=dim - latent,
+        ROW=spec.head_dim,
         PAGE=spec.block_size,
+        SELECTED=selected,
         QUANTIZED=bool(spec.quantization),
         SPLIT=SPLIT,
         TILE=variant.tile,
@@ -156,5 +175,82 @@ def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, 
         num_warps=variant.num_warps,
         num_stages=variant.num_stages,
     )
-    reduce_splits(out, metadata, plan, heads, spec, options, num_stages=1, max_warps=16)
+    table_positions = metadata.block_tables.shape[1] * (1 if selected else spec.block_size)
+    reduce_splits(out, metadata, plan, heads, spec, options, table_positions, num_stages=1, max_warps=16)
     return out
+
+
+def select_keys(
+    q: Tensor, weights: Tensor, cache: LayerCache, metadata: AttentionMetadata, top_k: int, scale: float
+) -> AttentionMetadata:
+    """See ``reference.select_keys``. Queries are processed in groups, whose scores use limited memory."""
+    spec, (tokens, heads, dim) = cache.spec, q.shape
+    assert q.is_contiguous() and weights.is_contiguous() and metadata.block_tables.stride(1) == 1
+    sequences, width = metadata.block_tables.shape
+    max_len, device = width * spec.block_size, q.device
+    starts, counts, plan = _shared(metadata, tokens, top_k)
+    slots = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
+    row = max_len if max_len > top_k else 0
+    group = min(max(SCORE_BYTES // 4 // row, 1), tokens) if row else tokens
+    # allocated once, since the forward pass that measures the memory of activations has short sequences
+    scores = workspace(device, max(SCORE_BYTES, 4 * row) if row else 0)[: group * row].view(group, row)
+    place = metadata.block_tables, metadata.query_start_loc, metadata.seq_lens
+    for first in range(0, tokens if sequences else 0, max(group, 1)):
+        queries = min(group, tokens - first)
+        if row:
+            launch(
+                sparse_kernels.index_scores,
+                (queries, -(-max_len // SCORE_POSITIONS)),
+                q,
+                weights,
+                cache.values,
+                *place,
+                scores,
+                first,
+                sequences,
+                scale,
+                scores.stride(0),
+                metadata.block_tables.stride(0),
+                cache.values.stride(0),
+                HEADS=heads,
+                INDEX=dim,
+                ROW=spec.head_dim,
+                PAGE=spec.block_size,
+                TOP_K=top_k,
+                POSITIONS=SCORE_POSITIONS,
+                TILE=SCORE_TILE,
+                ROWS=max(power_of_two(heads), 16),
+                DIM=max(power_of_two(dim), 16),
+                num_warps=8 if heads > 32 else 4,
+                num_stages=2,
+            )
+        launch(
+            sparse_kernels.select_keys,
+            (queries,),
+            scores,
+            *place,
+            slots,
+            counts,
+            first,
+            sequences,
+            scores.stride(0),
+            metadata.block_tables.stride(0),
+            PAGE=spec.block_size,
+            TOP_K=top_k,
+            BLOCK=SELECT_BLOCK,
+            num_warps=8,
+        )
+    return AttentionMetadata(starts, counts, slots, plan=plan)
+
+
+def _shared(metadata: AttentionMetadata, tokens: int, top_k: int) -> tuple[Tensor, Tensor, dict[Any, Any]]:
+    """``query_start_loc``, ``seq_lens`` and plan of the selections of a step, which all layers share. Padding tokens
+    are no queries."""
+    metadata.plan = {} if metadata.plan is None else metadata.plan
+    key = "selected keys", top_k
+    if key not in metadata.plan:
+        numbers = torch.arange(tokens + 1, dtype=torch.int32, device=metadata.seq_lens.device)
+        starts = torch.minimum(numbers, metadata.query_start_loc[-1:])
+        metadata.plan[key] = starts, torch.empty_like(starts[1:]), dict[Any, Any]()
+    shared: tuple[Tensor, Tensor, dict[Any, Any]] = metadata.plan[key]
+    return shared

@@ -73,6 +73,8 @@ def latent_rope_and_store(
     scales,
     slot_mapping,
     out,
+    index_keys,
+    index_stride,
     q_stride,
     q_head,
     k_stride,
@@ -83,6 +85,7 @@ def latent_rope_and_store(
     scale_stride,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
+    INDEX: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
@@ -90,6 +93,7 @@ def latent_rope_and_store(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    INDEX_BLOCK: tl.constexpr,
 ):
     """Rotary embedding of queries and keys; stores the vectors of tokens. Grid: token, part (0: store the token's
     vector unless its slot is negative; 1, 2, …: rotate the queries of ROWS heads)."""
@@ -127,11 +131,19 @@ def latent_rope_and_store(
                 vector = vector.to(tl.float8e4nv, fp_downcast_rounding="rtne")
             scale_at = scales + slot // PAGE * scale_stride + slot % PAGE
             tl.store(scale_at, tl.div_rn(maximum, limits), mask=slot >= 0)
-        target = values + slot // PAGE * block_stride + slot % PAGE * (LATENT + 2 * HALF)
+        target = values + slot // PAGE * block_stride + slot % PAGE * (LATENT + 2 * HALF + INDEX)
         stored = (columns < tl.where(slot >= 0, HALF, 0))[None]
         tl.store(target + dims, vector, mask=dims < tl.where(slot >= 0, LATENT, 0))
         tl.store(target + LATENT + first[None], a, mask=stored)
         tl.store(target + LATENT + second[None], b, mask=stored)
+        if INDEX > 0 and index_keys is not None:
+            indices = tl.arange(0, INDEX_BLOCK)
+            index_key = tl.load(index_keys + token * index_stride + indices, mask=indices < INDEX, other=0.0)
+            tl.store(
+                target + LATENT + 2 * HALF + indices[None],
+                index_key[None],
+                mask=(indices < tl.where(slot >= 0, INDEX, 0))[None],
+            )
 
 
 @triton.jit(do_not_specialize=["num_seqs", "first_row", "table_stride"])
@@ -156,7 +168,9 @@ def latent_attention(
     HEAD_TILE: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
+    ROW: tl.constexpr,
     PAGE: tl.constexpr,
+    SELECTED: tl.constexpr,
     QUANTIZED: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
@@ -165,7 +179,8 @@ def latent_attention(
     ROPE_DIM: tl.constexpr,
 ):
     """``attention.attention`` with ``IN_MEMORY`` for a latent cache. All heads share a key, and the value is the
-    beginning of the key: a vector is read once for both products."""
+    beginning of the key: a vector is read once for both products. ``ROW``: elements of a cached vector, perhaps with
+    an index key. ``SELECTED``: the table holds slots of positions, instead of blocks."""
     HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     TOKENS: tl.constexpr = ROWS // HEAD_TILE
     HEAD_DIM: tl.constexpr = LATENT + ROPE
@@ -214,8 +229,12 @@ def latent_attention(
             for tile in tl.range(begin, end):
                 at = tile * TILE + columns
                 mask = at < end_position  # positions to which no query attends may hold NaN
-                block = tl.load(table + at // PAGE, mask=mask, other=0).to(tl.int64)
-                key = values + (block * block_stride + at % PAGE * HEAD_DIM)[:, None]
+                if SELECTED:
+                    slot = tl.load(table + at, mask=mask, other=0)
+                    block, offset = (slot // PAGE).to(tl.int64), slot % PAGE
+                else:
+                    block, offset = tl.load(table + at // PAGE, mask=mask, other=0).to(tl.int64), at % PAGE
+                key = values + (block * block_stride + offset * ROW)[:, None]
                 k = tl.load(key + dims[None], mask=mask[:, None] & (dims < LATENT)[None], other=0.0)
                 rope_k = tl.load(
                     key + LATENT + rope_dims[None], mask=mask[:, None] & (rope_dims < ROPE)[None], other=0.0
@@ -224,7 +243,7 @@ def latent_attention(
                 scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
                 scores = tl.dot(rope_queries, tl.trans(rope_k), scores, input_precision="ieee")
                 if QUANTIZED:
-                    key_scale = tl.load(scales + block * scale_stride + at % PAGE, mask=mask, other=0.0)
+                    key_scale = tl.load(scales + block * scale_stride + offset, mask=mask, other=0.0)
                     scores *= (key_scale * scale)[None]
                 else:
                     scores *= scale
