@@ -76,6 +76,8 @@ FORMATS = {
     "bitsandbytes nf4": Format(bnb_kind("nf4"), lambda outputs, inputs: outputs * inputs % 2 == 0),
     "bitsandbytes int8": Format(llm_int8_kind()),
 }
+BY_LAYER = ("Qwen3Next", "GraniteMoeHybrid", "NemotronH", "KimiLinear", "Lfm2Moe", "Jamba", "RecurrentGemma", "MiniMax")
+"""A family with each kind of recurrent layer, and Nemotron-H for its experts without gates."""
 AT_LOAD = ("w8a8", "w4a8", "wint4")
 METHODS_THAT_ROUND = [name for name in METHODS if name not in ("awq", "smoothquant")]
 
@@ -163,7 +165,13 @@ def test_methods_that_scale_norms_are_refused(method: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize(("number", "family"), [*enumerate(FAMILIES)])
+@pytest.mark.parametrize(
+    ("number", "family"),
+    [
+        pytest.param(number, family, marks=() if family in BY_LAYER else pytest.mark.thorough)
+        for number, family in enumerate(FAMILIES)
+    ],
+)
 def test_quantization_at_load(number: int, family: str, tmp_path: Path) -> None:
     """Outputs have the same bits with drafts and on two ranks. Weights of 8 bits change log probabilities less than
     weights of 4 bits."""
