@@ -102,7 +102,7 @@ def quantized(family: str, format: Format, seed: int, folder: Path) -> PreTraine
     return model
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "family"), [*enumerate(FAMILIES)])
 def test_quantized_checkpoint_matches_transformers(number: int, family: str, tmp_path: Path) -> None:
     """The CPU kernels dequantize fp8 in float32, so activations are not rounded."""
@@ -134,7 +134,7 @@ def calibrated(method: str, folder: Path) -> dict[str, Any]:
     return quantize(folder, folder / method, config, threads=1, progress=False)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "family"), [*enumerate(FAMILIES)])
 def test_written_checkpoint_has_the_reported_perplexity(number: int, family: str, tmp_path: Path) -> None:
     """The engine computes the perplexity of the written checkpoint. Families without ``penstock quantize`` are
@@ -164,7 +164,7 @@ def test_methods_that_scale_norms_are_refused(method: str, tmp_path: Path) -> No
         calibrated(method, tmp_path)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "family"),
     [
