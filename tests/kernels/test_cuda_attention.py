@@ -235,7 +235,7 @@ def test_attention_matches_reference(seed: int, monkeypatch: pytest.MonkeyPatch)
         rng.choice(DTYPES),
         rng.randint(1, 2),
         rng.choice((1, 2, 3, 5, 8, 70)),
-        rng.choice((16, 80, 96)),
+        rng.choice((16, 80, 96, 512)),
     )
     lengths = [rng.choice((rng.randint(1, 100), rng.randint(200, 600))) for _ in range(rng.randint(1, 2))]
     counts = [rng.choice((1, min(rng.randint(1, 12), length))) for length in lengths]
@@ -258,6 +258,8 @@ def test_attention_matches_reference(seed: int, monkeypatch: pytest.MonkeyPatch)
         "causal": rng.random() < 0.6,
     }
     options["chunked"] = options["causal"] and rng.random() < 0.4
+    if options["causal"] and rng.random() < 0.5:
+        options["alibi"] = torch.tensor([2.0 ** -rng.randint(0, 8) for _ in range(heads * group)])
     got = attention.attention(q, ours, metadata, AttentionOptions(dim**-0.5, window, **options))
     assert_close(got, reference.attention(q, theirs, metadata, AttentionOptions(dim**-0.5, window, **options)))
 

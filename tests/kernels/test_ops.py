@@ -509,7 +509,7 @@ def fill(spec: KVSpec, batch: Batch, blocks: int, rng: Random, garbage: int = 25
 @given(seed=seeds)
 def test_attention_matches_reference(seed: int) -> None:
     rng = Random(seed)
-    kv_heads, sharing, dim = rng.randint(1, 3), rng.randint(1, 8), 16 * rng.randint(1, 9)
+    kv_heads, sharing, dim = rng.randint(1, 3), rng.randint(1, 8), 16 * rng.choice((*range(1, 10), 16, 17, 20, 32))
     dtype, block_size = rng.choice(DTYPES), 16 * rng.randint(1, 5)
     spec = KVSpec(kv_heads, dim, NAMES[dtype], block_size, rng.choice(KV_QUANTIZATIONS))
     batch, tokens, blocks = draw_batch(rng, block_size, rng.randint(1, 5))
@@ -518,7 +518,9 @@ def test_attention_matches_reference(seed: int) -> None:
     window, softcap = rng.choice((0, 0, 1, 7, 40)), rng.choice((0.0, 0.0, 0.5, 30.0))
     sinks = rng.choice((None, randn(seed + 1, kv_heads * sharing) * rng.choice((1, 100))))
     causal, chunked = rng.choice(((False, False), (True, False), (True, True)))
-    options = {"softcap": softcap, "sinks": sinks, "causal": causal, "chunked": chunked}
+    slopes = torch.tensor([2.0 ** -rng.randint(0, 8) for _ in range(kv_heads * sharing)])
+    alibi = rng.choice((None, slopes)) if causal else None
+    options = {"softcap": softcap, "sinks": sinks, "causal": causal, "chunked": chunked, "alibi": alibi}
     got = cpu.attention(q, ours, batch.attention, AttentionOptions(dim**-0.5, window, **options))
     expected = reference.attention(q, theirs, batch.attention, AttentionOptions(dim**-0.5, window, **options))
     if spec.quantization and sinks is not None:

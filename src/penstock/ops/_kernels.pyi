@@ -142,6 +142,7 @@ experts_activation_and_mul = experts_linear
 def route(
     logits: int,
     bias: int,
+    factors: int,
     ids: int,
     weights: int,
     tokens: int,
@@ -345,6 +346,7 @@ def attention(
     causal: bool,
     key_ends: int,
     chunked: bool,
+    alibi: int,
     row: int,
     /,
 ) -> None: ...

@@ -9,7 +9,9 @@ from torch import Tensor
 from penstock.checkpoint.experts_config import Routing
 
 
-def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def select_experts(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Select the experts of each token: ids ``[tokens, top_k]`` int64, best first (ties: lower id), and weights
     ``[tokens, top_k]`` float32.
 
@@ -17,6 +19,7 @@ def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
         logits: ``[tokens, experts]`` float32.
         bias: ``[experts]`` float32, added to the scores for the selection of groups and experts, but not for the
             weights.
+        factors: ``[experts]`` float32, multiplied with the weights of the chosen experts.
     """
     scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
     biased = scores if bias is None else scores + bias
@@ -29,7 +32,8 @@ def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
     weights = scores.gather(-1, ids)
     if routing.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True).clamp(min=routing.min_sum) + routing.added_sum)
-    return ids, weights * routing.scale
+    weights = weights * routing.scale
+    return ids, weights if factors is None else weights * factors[ids]
 
 
 def count_experts(ids: Tensor, counts: Tensor, num_tokens: Tensor | None = None) -> None:

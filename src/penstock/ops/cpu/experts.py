@@ -43,7 +43,9 @@ def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
     return Experts(matrices, native)
 
 
-def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def select_experts(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See ``reference.select_experts``."""
     tokens, experts = logits.shape
     ids = empty((tokens, routing.top_k), torch.int64)
@@ -51,6 +53,7 @@ def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
     _kernels.route(
         logits.data_ptr(),
         0 if bias is None else bias.data_ptr(),
+        0 if factors is None else factors.data_ptr(),
         ids.data_ptr(),
         weights.data_ptr(),
         tokens,

@@ -136,6 +136,7 @@ def attention(
         options.causal,
         0 if metadata.key_ends is None else metadata.key_ends.data_ptr(),
         options.chunked,
+        0 if options.alibi is None else options.alibi.data_ptr(),
         row,
     )
     return out

@@ -53,7 +53,9 @@ def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
     return Experts(stacked, first, len(matrices), sizes["values"], sizes.get("scales", 0))
 
 
-def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def select_experts(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See ``reference.select_experts``."""
     tokens, experts = logits.shape
     ids = logits.new_empty((tokens, routing.top_k), dtype=torch.int64)
@@ -63,6 +65,7 @@ def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
         (tokens,),
         logits,
         bias,
+        factors,
         ids,
         weights,
         experts,

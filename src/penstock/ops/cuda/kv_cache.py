@@ -24,10 +24,12 @@ from .launch import MIN_FP8, architecture, launch
 
 MAX_BLOCK = 128
 """Largest number of tokens of a block."""
-MAX_HEAD = 256
+MAX_HEAD = 512
 """Largest head size."""
 MAX_LATENT = 512
 """Largest value size of a latent cache."""
+MAX_LATENT_KEY = 768
+"""Largest key size of a latent cache."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> 
             found = "{}.{}".format(*architecture(device).capability)
             message = f"kv_cache_dtype fp8 requires a GPU of compute capability 8.9 or higher, not {found}: use int8"
             raise PenstockError(Code.UNSUPPORTED, message, "kv_cache_dtype")
-        largest, size = MAX_LATENT + MAX_HEAD if spec.latent else MAX_HEAD, spec.head_dim - spec.index_dim
+        largest, size = MAX_LATENT_KEY if spec.latent else MAX_HEAD, spec.head_dim - spec.index_dim
         if size % 16 or size > largest or spec.latent % 16 or spec.latent > MAX_LATENT:
             message = f"head_dim {size}; supported are multiples of 16 up to {largest}"
             if spec.latent:
