@@ -80,6 +80,8 @@ def quantize(
     checkpoint = Checkpoint(model)
     if config.experts and any(name.endswith(config.experts.fused.tensors) for name in checkpoint.names):
         raise _unsupported(f"{model} has all experts of a layer in one tensor{AT_LOAD}")
+    if not any(name.startswith(prefix := layer_prefix(checkpoint)) for name in checkpoint.names):
+        raise _unsupported(f"{model} has no tensors {prefix}*, which penstock quantize requires{AT_LOAD}")
     _check_ignored(options, checkpoint)
     shapes = _matrix_shapes(config, checkpoint, options)
     options = _fit_sizes(options, [inputs for _, inputs in shapes.values()])
