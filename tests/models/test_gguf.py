@@ -647,8 +647,8 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         "llama.context_length is 0",
     ),
     "another architecture": (
-        replaced(u64(5) + b"llama", u64(5) + b"mamba"),
-        "has architecture 'mamba', which is not supported; supported: llama, qwen2, qwen3",
+        replaced(u64(5) + b"llama", u64(5) + b"plamo"),
+        "has architecture 'plamo', which is not supported; supported: llama, qwen2, qwen3",
     ),
     "huge dimensions": (
         replaced(entry("blk.0.attn_q.weight", 64, 64), entry("blk.0.attn_q.weight", 2**62, 2**62)),

@@ -17,10 +17,20 @@ import pytest
 import torch
 from encoder_checkpoints import draw_config, save_encoder
 from families import FAMILIES, WITH_EXPERTS, draw_llama_without_biases, rewrite_as_internlm2
-from gguf_families import FULL, WITH_VISION, Converter, checkpoint, fetch_converter, vision_checkpoint
+from gguf_families import (
+    FULL,
+    STATE_FIXED,
+    WITH_VISION,
+    Converter,
+    checkpoint,
+    fetch_converter,
+    state_checkpoint,
+    vision_checkpoint,
+)
 from real_models import gemma3, minilm, npm_package
 from repository import ROOT
 from sentence_transformers import SentenceTransformer
+from state_families import add_mtp_layer
 from test_real_tokenizers import TEXTS
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import PreTrainedModel
@@ -76,6 +86,38 @@ def test_converted_checkpoint_matches_transformers(
     file = tmp_path / "model.gguf"
     llama_cpp.convert(tmp_path, file, kind)
     check(file, model, PROMPT, 8, 3e-4)
+
+
+@pytest.mark.parametrize("family", STATE_FIXED)
+@pytest.mark.parametrize(("seed", "kind"), [(0, "ALL_F32"), (1, "ALL_F32"), (2, "MOSTLY_Q8_0"), (3, "MOSTLY_Q8_0")])
+def test_converted_checkpoint_with_state_matches_transformers(
+    seed: int, kind: str, family: str, llama_cpp: Converter, tmp_path: Path
+) -> None:
+    """See ``test_converted_checkpoint_matches_transformers``."""
+    model = state_checkpoint(family, seed, tmp_path, ternary=kind != "ALL_F32")
+    llama_cpp.convert(tmp_path, tmp_path / "model.gguf", kind)
+    check(tmp_path / "model.gguf", model, PROMPT, 8, 3e-4)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Next", "Qwen3_5", "Qwen3_5Moe"])
+def test_converted_mtp_layer_drafts_the_same_tokens(family: str, llama_cpp: Converter, tmp_path: Path) -> None:
+    state_checkpoint(family, 0, tmp_path)
+    add_mtp_layer(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mtp_num_hidden_layers": 1}))
+    (tmp_path / "gguf").mkdir()
+    llama_cpp.convert(tmp_path, tmp_path / "gguf" / "model.gguf", "ALL_F32")
+    drafting = json.dumps({"method": "mtp", "num_speculative_tokens": 2, "adaptive": False})
+    found = []
+    for model in (tmp_path, tmp_path / "gguf" / "model.gguf"):
+        llm = LLM(model, max_model_len=256, num_gpu_blocks_override=40, speculative_config=drafting, **OPTIONS)
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        (output,) = llm.generate([PROMPT[:8] * 6], params, use_tqdm=False)
+        assert llm.engine.speculation
+        stats = llm.engine.speculation.stats
+        found.append((output.outputs[0].token_ids, stats.draft_tokens, stats.accepted_tokens))
+    assert found[0] == found[1]
+    assert found[0][1] > 0
 
 
 @pytest.mark.parametrize("family", WITH_VISION)

@@ -116,10 +116,8 @@ def test_fp8_checkpoint_of_model_optimizer_matches_transformers(in_config: bool,
     with torch.inference_mode():
         logprobs = model.float()(torch.tensor([prompt])).logits[0].log_softmax(-1)
     torch.testing.assert_close(torch.tensor(found), logprobs[range(len(prompt) - 1), prompt[1:]], atol=1e-3, rtol=0)
-    describe(quant_algo="NVFP4")
-    with pytest.raises(
-        PenstockError, match=r"quant_algo 'NVFP4' of Model Optimizer is not supported; use an FP8 checkpoint"
-    ):
+    describe(quant_algo="W4A8_AWQ")
+    with pytest.raises(PenstockError, match=r"quant_algo 'W4A8_AWQ' of Model Optimizer is not supported; use an FP8"):
         read_config(tmp_path)
 
 
@@ -329,7 +327,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "gptq", "bits": 4, "adapter": {"rank": 8}}, "GPTQ with adapter"),
     ({"quant_method": "gptq", "bits": 4, "dynamic": {"(": {}}}, "an invalid regular expression"),
     ({"quant_method": "gptq", "bits": 4, "dynamic": {"(a+)+$": {}}}, "nested repetitions, or more than 5"),
-    (ct_config("nvfp4-pack-quantized", {"num_bits": 4, "type": "float"}), "format 'nvfp4-pack-quantized'"),
+    (ct_config("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 32}), "groups of 16"),
     (ct_config("mxfp4-pack-quantized", {"num_bits": 4, "type": "float"}), "format 'mxfp4-pack-quantized'"),
     (ct_config("float-quantized", {"num_bits": 6, "type": "float"}), "6-bit floating-point numbers"),
     (ct_config("dense", {}), "format 'dense'"),

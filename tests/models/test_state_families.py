@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
-from state_families import FAMILIES, draw
+from state_families import FAMILIES, add_mtp_layer, draw
 from test_families import GREEDY, OPTIONS, PROMPTS, VOCABULARY, check
 
 from penstock import LoRARequest
@@ -174,22 +173,8 @@ def test_snapshots_are_made_within_long_prompts(family: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", MTP)
 def test_drafts_of_mtp_layer_do_not_change_outputs(family: str, tmp_path: Path) -> None:
-    """transformers ignores the tensors of the MTP layer, so the test writes them: those of a layer with attention."""
     draw(family, 0, tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    config = json.loads((tmp_path / "config.json").read_text())
-    layer = config["layer_types"].index("full_attention")
-    size = config["hidden_size"]
-    mtp = {
-        name.replace(f"model.layers.{layer}.", "mtp.layers.0."): tensor.clone()
-        for name, tensor in tensors.items()
-        if name.startswith(f"model.layers.{layer}.")
-    }
-    mtp["mtp.fc.weight"] = torch.cat((torch.eye(size), torch.eye(size)), 1) / 2
-    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        mtp[f"mtp.{name}.weight"] = torch.ones(size)
-    save_file({**tensors, **mtp}, file, {"format": "pt"})
+    add_mtp_layer(tmp_path)
     expected = outputs(tmp_path, GREEDY, REPEATED)
     drafting = json.dumps({"method": "mtp", "num_speculative_tokens": 2, "adaptive": False})
     llm = LLM(tmp_path, **OPTIONS, speculative_config=drafting)

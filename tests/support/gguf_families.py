@@ -7,7 +7,9 @@ scale and the pattern of its sliding window layers. The configurations here have
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,7 @@ import vision_checkpoints
 from checkpoints import randomize, save
 from families import FAMILIES, WITH_EXPERTS
 from safetensors.torch import load_file, save_file
+from state_families import FAMILIES as STATE_FAMILIES
 from transformers import Llama4Config, Llama4ForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 
 from penstock import demo
@@ -92,6 +95,123 @@ def config_of(family: str, seed: int) -> PreTrainedConfig:
     return config
 
 
+def _make_ternary(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.copy_(torch.randint(-1, 2, weight.shape) * 127 / 1024)
+
+
+STATE_FIXED: dict[str, dict[str, Any]] = {
+    "Qwen3Next": {"norm_topk_prob": True, "hidden_act": "silu", "mlp_only_layers": []},
+    "Qwen3_5": {"hidden_act": "silu"},
+    "Qwen3_5Moe": {"hidden_act": "silu"},
+    "Mamba": {"expand": 2, "use_bias": False},
+    "FalconMamba": {"expand": 2, "use_bias": False, "mixer_rms_eps": 1e-6},
+    "Mamba2": {"use_bias": False, "time_step_limit": (0.0, math.inf)},
+    "Bamba": {"hidden_act": "silu", "mamba_proj_bias": False, "mlp_bias": False, "time_step_limit": (0.0, math.inf)},
+    "GraniteMoeHybrid": {
+        **{"hidden_act": "silu", "mamba_proj_bias": False, "position_embedding_type": None},
+        "time_step_limit": (0.0, math.inf),
+    },
+    "FalconH1": {
+        **{"hidden_act": "silu", "mamba_proj_bias": False, "mlp_bias": False, "attention_bias": False},
+        **{"projectors_bias": False, "mamba_norm_before_gate": False, "tie_word_embeddings": False},
+        "time_step_limit": (0.0, math.inf),
+    },
+    "NemotronH": {
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16},  # the converter needs a multiple of 64
+        **{"mlp_hidden_act": "relu2", "time_step_min": 0.001, "mlp_bias": False, "use_bias": False},
+    },
+    "KimiLinear": {
+        **{"hidden_act": "silu", "norm_topk_prob": True, "attention_bias": False, "n_group": 1, "topk_group": 1},
+        "linear_num_heads": 4,
+    },
+    "Jamba": {"hidden_act": "silu", "mamba_proj_bias": False},
+    "Lfm2": {"conv_bias": False},
+    "Lfm2Moe": {"tie_word_embeddings": True, "conv_bias": False, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+}
+"""As ``FIXED``, for the families with recurrent state that llama.cpp supports."""
+
+
+def state_config(family: str, seed: int) -> PreTrainedConfig:
+    """A random configuration of a family with recurrent state that a GGUF file can express."""
+    config = STATE_FAMILIES[family](Random(f"{family} {seed}"))
+    config.vocab_size = 3584
+    for name, value in STATE_FIXED[family].items():
+        setattr(config, name, value)
+    if family in ("Mamba", "FalconMamba"):
+        config.intermediate_size = 2 * config.hidden_size
+    if family == "GraniteMoeHybrid" and not config.num_local_experts:
+        config.num_experts_per_tok = 0
+    if family == "FalconH1":
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
+        for name in ("attention_in", "attention_out", "ssm_in", "ssm_out", "embedding", "lm_head", "key"):
+            setattr(config, f"{name}_multiplier", Random(f"{name} {seed}").choice((0.5, 1.0, 2.0)))
+        config.mlp_multipliers, config.ssm_multipliers = [0.5, 2.0], [0.5, 2.0, 1.0, 4.0, 0.25]
+    if family == "KimiLinear":
+        config.linear_num_heads = config.num_attention_heads
+        config.mlp_layer_types = ["dense"] + ["sparse"] * (config.num_hidden_layers - 1)
+    if family == "Lfm2Moe":
+        config.num_dense_layers = min(config.num_dense_layers, 1)
+    return config
+
+
+def state_checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> PreTrainedModel:
+    """Write a checkpoint of random weights of a family with recurrent state, with the fields of published ones.
+
+    Args:
+        ternary: see ``checkpoint``.
+    """
+    config = state_config(family, seed)
+    if ternary and family.startswith("Qwen"):
+        config.linear_value_head_dim = 32  # a multiple of a block
+    model = save(config, folder)
+    if ternary:
+        _make_ternary(model)
+        model.save_pretrained(folder)
+    if biases := [bias for name, bias in model.named_buffers() if name.endswith("expert_bias")]:
+        for bias in biases:
+            torch.nn.init.normal_(bias, std=0.2)
+        model.save_pretrained(folder)
+    if getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
+        model.set_experts_implementation("eager")
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    if family == "Bamba":
+        raw["attn_rotary_emb"] = config.hidden_size // config.num_attention_heads // 2
+    if "Granite" in family or family == "NemotronH":
+        types = raw.get("layer_types") or raw.get("layers_block_type") or config.layer_types
+        old = {"linear_attention": "mamba", "full_attention": "attention"}  # names of transformers 4
+        raw["layer_types" if "Granite" in family else "layers_block_type"] = [old.get(each, each) for each in types]
+    if family == "NemotronH":
+        raw["norm_eps"] = raw["layer_norm_epsilon"]
+    if family == "NemotronH" and "moe" not in raw["layers_block_type"]:
+        raw.pop("num_experts_per_tok", None)
+    if family == "KimiLinear":
+        raw |= _published_kimi(config)
+        tensors = load_file(folder / "model.safetensors")
+        dense = re.compile(r"block_sparse_moe\.(gate|up|down)_proj")
+        renamed = {dense.sub(r"mlp.\1_proj", name): tensor for name, tensor in tensors.items()}
+        save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    path.write_text(json.dumps(raw))
+    return model
+
+
+def _published_kimi(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of published checkpoints of Kimi-Linear, which transformers does not write."""
+    layers = {kind: [i + 1 for i, each in enumerate(config.layer_types) if each == kind] for kind in config.layer_types}
+    linear = {
+        "full_attn_layers": layers[FULL],
+        "kda_layers": layers["linear_attention"],
+        "short_conv_kernel_size": config.linear_conv_kernel_dim,
+        "head_dim": config.linear_head_dim,
+        "num_heads": config.linear_num_heads,
+    }
+    counts = {"num_experts": config.num_local_experts, "num_shared_experts": config.n_shared_experts}
+    return {"linear_attn_config": linear, "first_k_dense_replace": 1, **counts}
+
+
 def checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> PreTrainedModel:
     """Write a checkpoint of random weights.
 
@@ -100,10 +220,7 @@ def checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> P
     """
     model = save(config_of(family, seed), folder)
     if ternary:
-        with torch.no_grad():
-            for weight in model.parameters():
-                if weight.dim() > 1:
-                    weight.copy_(torch.randint(-1, 2, weight.shape) * 127 / 1024)
+        _make_ternary(model)
         model.save_pretrained(folder)
     if family != "Llama4":  # Llama 4's experts have only one implementation
         model.set_experts_implementation("eager")  # other implementations compute some values in lower precision
@@ -190,10 +307,17 @@ root = sys.argv[1]
 sys.path[:0] = [root, str(Path(root, "gguf-py"))]
 import torch
 import gguf
+from safetensors import safe_open
 from conversion import ModelBase, TextModel, get_model_class
 
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"  # the demo's tokenizer is unknown to the converter
 reply, sys.stdout = sys.stdout, sys.stderr
+
+
+def names_in(file):
+    with safe_open(file, "pt") as tensors:
+        return list(tensors.keys())
+
 
 for line in sys.stdin:
     model, out, kind, vocabulary = json.loads(line)
@@ -203,6 +327,7 @@ for line in sys.stdin:
         if vocabulary == "gpt2":
             changes = {"model_arch": chosen.model_arch, "set_vocab": TextModel._set_vocab_gpt2}
             chosen = type(chosen.__name__, (chosen,), changes)
+        chosen.no_mtp = not any(name.startswith("mtp.") for name in names_in(Path(model, "model.safetensors")))
         with torch.inference_mode():
             chosen(Path(model), getattr(gguf.LlamaFileType, kind), Path(out)).write()
     except Exception:

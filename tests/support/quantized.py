@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from checkpoints import save
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from penstock.quant import awq, bitsandbytes, compressed_tensors, fp8, gptq
 
@@ -34,6 +36,7 @@ NF4 = [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.0
 NF4 += [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]
 FP4 = [0.0, 0.00520833, 0.6666667, 1.0, 0.33333334, 0.5, 0.16666667, 0.25]
 FP4 += [-value for value in FP4]
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,30 @@ def fp8_kind(
     return Kind(config, *fp8_tensors(name, rows, columns, shape), ("fp8", columns))
 
 
+def nvfp4_kind(modelopt: bool) -> Kind:
+    """NVFP4 of Model Optimizer, whose scale of the matrix is a factor, or of compressed-tensors, whose is a divisor."""
+    table = torch.tensor(E2M1 + [-number for number in E2M1])
+    names = ("weight", "weight_scale_2") if modelopt else ("weight_packed", "weight_global_scale")
+
+    def tensors(generator: torch.Generator, outputs: int, inputs: int) -> dict[str, Tensor]:
+        codes = integers(generator, 4, outputs, inputs).view(torch.uint8)
+        factors = (1 + 3 * torch.rand(outputs, inputs // 16, generator=generator)).to(torch.float8_e4m3fn)
+        scale = torch.tensor(0.025) if modelopt else torch.tensor([40.0])
+        return {names[0]: codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": factors, names[1]: scale}
+
+    def weights(stored: Mapping[str, Array], outputs: int, inputs: int) -> Array:
+        packed, scale = torch.from_numpy(stored[names[0]]).int(), stored[names[1]].reshape(())
+        numbers = table[torch.stack((packed & 15, packed >> 4), -1).flatten(1)].numpy()
+        factors = stored["weight_scale"] * scale if modelopt else stored["weight_scale"] / scale
+        return numbers * np.repeat(factors, 16, 1)
+
+    config: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    if not modelopt:
+        numbers = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+        config = ct_config("nvfp4-pack-quantized", numbers, {**numbers, "symmetric": True, "dynamic": "local"})
+    return Kind(config, tensors, weights)
+
+
 def bnb_kind(kind: str, block: int = 64, nested: bool = False, storage: torch.dtype = torch.uint8) -> Kind:
     table = torch.tensor(NF4 if kind == "nf4" else FP4)
 
@@ -277,6 +304,8 @@ def llm_int8_kind() -> Kind:
 CHANNEL = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 KINDS: dict[str, Kind] = {
+    "nvfp4 of Model Optimizer": nvfp4_kind(modelopt=True),
+    "nvfp4 of compressed-tensors": nvfp4_kind(modelopt=False),
     "awq g32": awq_kind(32, bits=4, version="gemm", zero_point=True, modules_to_not_convert=["lm_head"]),
     "awq whole rows": awq_kind(-1, w_bit=4, version="GEMM"),
     "gptq": gptq_kind(4, 32),
@@ -343,6 +372,14 @@ def as_array(tensor: Tensor) -> Array:
     return (tensor.float() if unsupported else tensor).numpy()
 
 
+def draw_matrix(kind: Kind, generator: torch.Generator, outputs: int, inputs: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Draw the stored tensors of a matrix, by the suffix of their names, and its dequantized weights ``[out, in]``."""
+    stored = kind.tensors(generator, outputs, inputs)
+    arrays = {part: as_array(tensor) for part, tensor in stored.items() if tensor.dtype != torch.bfloat16}
+    arrays |= {part: bfloat16_array(part, stored[part]) for part in stored.keys() - arrays.keys()}
+    return stored, torch.from_numpy(kind.weights(arrays, outputs, inputs))
+
+
 def quantize(folder: Path, kind: Kind, config: Any = None, seed: int = 0) -> PreTrainedModel:
     """Write a checkpoint with random quantized matrices; return the model with their dequantized weights."""
     model = save(config or LlamaConfig(**SIZES), folder)
@@ -352,15 +389,48 @@ def quantize(folder: Path, kind: Kind, config: Any = None, seed: int = 0) -> Pre
         if weight.dim() < 2 or "embed" in name or matrix in kind.skip:
             tensors[name] = weight.clone()
             continue
-        stored = kind.tensors(generator, *weight.shape)
-        arrays = {part: as_array(tensor) for part, tensor in stored.items() if tensor.dtype != torch.bfloat16}
-        arrays |= {part: bfloat16_array(part, stored[part]) for part in stored.keys() - arrays.keys()}
-        weight.copy_(torch.from_numpy(kind.weights(arrays, *weight.shape)))
+        stored, dequantized = draw_matrix(kind, generator, *weight.shape)
+        weight.copy_(dequantized)
         tensors |= {f"{matrix}.{part}": tensor.contiguous() for part, tensor in stored.items()}
     save_file(tensors, folder / "model.safetensors")
+    set_quantization(folder, kind)
+    return model
+
+
+def set_quantization(folder: Path, kind: Kind) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": kind.config}))
-    return model
+
+
+def quantize_checkpoint(
+    folder: Path, kind: Kind, is_quantized: Callable[[str, int, int], bool], seed: int = 0
+) -> PreTrainedModel:
+    """Replace matrices of a checkpoint by random quantized matrices; return the model with their dequantized weights.
+
+    Experts of a layer in one tensor ``[experts, out, in]`` are quantized as one matrix with the outputs of all experts.
+
+    Args:
+        is_quantized: function from a tensor's name, outputs and inputs.
+    """
+    file, plain = folder / "model.safetensors", folder / "dequantized"
+    generator, tensors, dequantized = torch.Generator().manual_seed(seed), dict[str, Tensor](), dict[str, Tensor]()
+    for name, weight in load_file(file).items():
+        *experts, inputs = weight.shape
+        outputs = math.prod(experts)
+        if not name.endswith(".weight") or weight.dim() < 2 or not is_quantized(name, outputs, inputs):
+            tensors[name] = dequantized[name] = weight
+            continue
+        stored, numbers = draw_matrix(kind, generator, outputs, inputs)
+        dequantized[name] = numbers.view(weight.shape)
+        for part, tensor in stored.items():
+            by_expert = weight.dim() == 3 and len(tensor) == outputs
+            tensor = tensor.unflatten(0, weight.shape[:2]) if by_expert else tensor
+            tensors[f"{name.removesuffix('.weight')}.{part}"] = tensor.contiguous()
+    shutil.copytree(folder, plain)
+    save_file(dequantized, plain / file.name, {"format": "pt"})
+    save_file(tensors, file, {"format": "pt"})
+    set_quantization(folder, kind)
+    return AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
 
 
 def bfloat16_array(part: str, tensor: Tensor) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -411,3 +412,20 @@ def draw(family: str, seed: int, folder: Path, vocab_size: int = VOCABULARY) -> 
     if getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
         model.set_experts_implementation("eager")  # the other implementations do not support float64
     return model
+
+
+def add_mtp_layer(folder: Path) -> None:
+    """Add a layer for multi-token prediction to a checkpoint of Qwen3-Next or Qwen3.5. transformers ignores it,
+    so they are those of a layer with attention."""
+    file = folder / "model.safetensors"
+    tensors, config = load_file(file), json.loads((folder / "config.json").read_text())
+    prefix, size = f"model.layers.{config['layer_types'].index('full_attention')}.", config["hidden_size"]
+    mtp = {
+        name.replace(prefix, "mtp.layers.0."): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+    mtp["mtp.fc.weight"] = torch.cat((torch.eye(size), torch.eye(size)), 1) / 2
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        mtp[f"mtp.{name}.weight"] = torch.ones(size)
+    save_file({**tensors, **mtp}, file, {"format": "pt"})

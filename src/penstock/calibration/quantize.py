@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import fitting_group_size
 from penstock.models import ModelConfig, read_config
+from penstock.models.adapted import stored_matrix
 from penstock.models.model import Model
 from penstock.models.registry import find_family
 from penstock.models.weights import Checkpoint, find_gguf
@@ -36,12 +37,12 @@ from .layer import LayerQuantizer, Observations, QuantizedLayer, check_shape, is
 from .options import METHODS, QuantizeOptions
 from .quality import compare, relative_error
 from .report import make_report, write_report
-from .stage import CPU, ChangedWeights, build_stage, hidden_states, run_stage
+from .stage import CPU, ChangedWeights, build_stage, hidden_states, matrix_names, run_stage
 from .state import RunState, finished_report
-from .statistics import InputObserver
+from .statistics import InputObserver, InputStatistics
 from .texts import read_samples, split_samples, texts_digest
 from .threads import torch_threads
-from .writer import CheckpointWriter, encode_layer, read_tensors
+from .writer import CheckpointWriter, encode_layer, layer_prefix, read_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +80,13 @@ def quantize(
     checkpoint = Checkpoint(model)
     if config.experts and any(name.endswith(config.experts.fused.tensors) for name in checkpoint.names):
         raise _unsupported(f"{model} has all experts of a layer in one tensor{AT_LOAD}")
+    if not any(name.startswith(prefix := layer_prefix(checkpoint)) for name in checkpoint.names):
+        raise _unsupported(f"{model} has no tensors {prefix}*, which penstock quantize requires{AT_LOAD}")
     _check_ignored(options, checkpoint)
-    options = _fit_sizes(options, checkpoint)
+    shapes = _matrix_shapes(config, checkpoint, options)
+    options = _fit_sizes(options, [inputs for _, inputs in shapes.values()])
+    for name, (outputs, inputs) in shapes.items():
+        check_shape(name, outputs, inputs, options.format, options.file_format)
     job = {
         "penstock": __version__,
         "checkpoint": checkpoint.version,
@@ -105,19 +111,18 @@ def quantize(
 def _check_model(config: ModelConfig, model: Path, options: QuantizeOptions) -> None:
     """Raise ``PenstockError`` (``unsupported``) for models that cannot be calibrated."""
     family, head_dim = config.architecture, config.stored_head_dim
-    fused = "have fused matrices, or tensor names other than Llama's"
     for is_unsupported, message in (
         (config.has_vision, f"{model} has image input, which penstock quantize does not support{AT_LOAD}"),
         (config.speech, f"{model} has audio input, which penstock quantize does not support"),
         (config.layer_heads, f"{family} has layers with different heads, which cannot be calibrated{AT_LOAD}"),
         (head_dim, f"{model} has head_dim {head_dim}, which must be a multiple of {PADDED_TO}{AT_LOAD}"),
-        (find_family(family).find_stored, f"checkpoints of {family} {fused}{AT_LOAD}"),
         (config.latent, f"{family} has multi-head latent attention, which cannot be calibrated{AT_LOAD}"),
+        (config.raw.get("num_mem_blocks"), f"layers of {family} share matrices, which cannot be calibrated{AT_LOAD}"),
     ):
         if is_unsupported:
             raise _unsupported(message)
-    if options.method in SCALING and not can_scale(config):
-        message = f"{options.method} scales the norms before matrices, which {family} does not allow"
+    if options.method in SCALING and (find_family(family).find_stored or not can_scale(config)):
+        message = f"{options.method} scales the norms before matrices, which is not supported for {family}"
         raise _unsupported(f"{message}: use --method gptq or wint4", "--method")
 
 
@@ -134,12 +139,16 @@ def _check_ignored(options: QuantizeOptions, checkpoint: Checkpoint) -> None:
             raise invalid("--ignore", message)
 
 
-def _fit_sizes(options: QuantizeOptions, checkpoint: Checkpoint) -> QuantizeOptions:
-    """Reduce group size and rotation to divisors of the number of inputs of all matrices. If no supported group size
-    divides it, the group size is unchanged, and ``check_shape`` raises."""
-    names = [name for name in checkpoint.names if name.startswith("model.layers.") and name.endswith(".weight")]
-    shapes = [checkpoint.shape(name) for name in names if not is_ignored(name.removesuffix(".weight"), options.ignore)]
-    common = math.gcd(*(shape[1] for shape in shapes if len(shape) == 2))
+def _matrix_shapes(config: ModelConfig, checkpoint: Checkpoint, options: QuantizeOptions) -> dict[str, tuple[int, ...]]:
+    """Shape ``(outputs, inputs)`` of each matrix that is quantized, by its name in the checkpoint."""
+    names = matrix_names(config, reference, checkpoint, torch.float32)
+    return {name: checkpoint.shape(f"{name}.weight") for name in names if not is_ignored(name, options.ignore)}
+
+
+def _fit_sizes(options: QuantizeOptions, inputs: Sequence[int]) -> QuantizeOptions:
+    """Reduce group size and rotation to divisors of the numbers of inputs of all matrices. If no supported group size
+    divides them, the group size is unchanged, and ``check_shape`` raises."""
+    common = math.gcd(*inputs)
     wanted, rotation = options.format.group_size, options.format.rotation
     if rotation and (block := math.gcd(rotation, common)) != rotation:
         block = block if block > 1 else 0
@@ -216,7 +225,7 @@ class _Run:
         after = {name: self._open(number, name, new=True) for name in self._samples}
         sequential = self._method.sequential
         observed = self._run_original(number, before, after, progress)
-        prefix = f"model.layers.{number}."
+        prefix = f"{layer_prefix(self._checkpoint)}{number}."
         stored = read_tensors(self._checkpoint, prefix)
         quantizer = LayerQuantizer(self._ops, self._config, self._options, prefix, stored, observed, self._threads)
         layer = quantizer.quantize()
@@ -246,16 +255,22 @@ class _Run:
         observed = CALIBRATION if self._method.calibrates else ORIGINAL
         observer = InputObserver(self._ops, self._samples[observed].numel(), self._options.method == "gptq")
         stage = self._build(number, self._ops, QuantizedLayer(), observer)
-        for name in (name for names in observer.statistics for name in names):
-            if not is_ignored(name, self._options.ignore):
-                outputs, inputs = self._checkpoint.shape(f"{name}.weight")
-                check_shape(name, outputs, inputs, self._options.format, self._options.file_format)
         discards = observed == CALIBRATION and self._method.sequential
         run_stage(stage, self._ops, before[observed], None if discards else after[observed], "", progress)
         observer.finish()
         if observed != ORIGINAL:
             run_stage(stage, self._ops, before[ORIGINAL], after[ORIGINAL], "", progress)
-        return observer.statistics
+        return self._by_stored_matrix(observer.statistics)
+
+    def _by_stored_matrix(self, observed: Observations) -> Observations:
+        """Statistics by names in the checkpoint, which may have several matrices with the same input in one tensor."""
+        found, seen = dict[tuple[str, ...], InputStatistics](), set[str]()
+        for names, statistics in observed.items():
+            located = dict.fromkeys(stored_matrix(self._checkpoint, self._config, name) for name in names)
+            if new := tuple(name for name in located if name not in seen):
+                found[new] = statistics
+                seen.update(new)
+        return found
 
     def _build(self, number: int, backend: Ops, layer: QuantizedLayer, observer: InputObserver | None = None) -> Model:
         weights = ChangedWeights(self._checkpoint, layer.changed, layer.quantized)

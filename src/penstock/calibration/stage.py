@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from penstock.core.quantization import UNQUANTIZED, Format
-from penstock.layers import BuildContext, Weights
+from penstock.layers import BuildContext, new_state_cache
 from penstock.models import ModelConfig
+from penstock.models.adapted import adapt, stored_matrix
 from penstock.models.model import Model
 from penstock.models.registry import find_family
-from penstock.ops import AttentionMetadata, Batch, Ops, QuantizedWeight
+from penstock.models.weights import Checkpoint
+from penstock.ops import AttentionMetadata, Batch, Ops, QuantizedWeight, StateBatch
 from penstock.parallel import Shard
 from penstock.quant import ExpertMatrices, Matrix
 
@@ -30,9 +32,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class ChangedWeights:
-    """``layers.Weights`` of a checkpoint with some tensors replaced."""
+    """``layers.Weights`` of a checkpoint with some tensors replaced. Names are those of the checkpoint."""
 
-    base: Weights
+    base: Checkpoint
     tensors: Mapping[str, Tensor]
     """Replaced tensors by full name, such as ``<name>.weight``."""
     quantized: Mapping[str, QuantizedWeight]
@@ -104,7 +106,7 @@ class ObservedExperts(ExpertMatrices):
 
 @dataclass(frozen=True)
 class ObservingContext(BuildContext):
-    """A ``BuildContext`` whose matrices pass their inputs to an observer."""
+    """A ``BuildContext`` whose matrices pass their inputs to an observer, except those that are never quantized."""
 
     observer: InputObserver = field(kw_only=True)
 
@@ -117,6 +119,8 @@ class ObservingContext(BuildContext):
         bias: Tensor | None = None,
     ) -> Matrix:
         matrix = super().matrix(names, inputs, shards, format, bias)
+        if format == UNQUANTIZED:
+            return matrix
         self.observer.register(tuple(names), inputs)
         return ObservedMatrix(matrix, tuple(names), self.observer)
 
@@ -139,7 +143,7 @@ class ObservingContext(BuildContext):
 def build_stage(
     config: ModelConfig,
     ops: Ops,
-    weights: Weights,
+    weights: ChangedWeights,
     layer: int,
     dtype: torch.dtype,
     max_len: int,
@@ -147,10 +151,32 @@ def build_stage(
 ) -> Model:
     """Build the model with a single layer. Layer 0 includes the embedding; the last layer the final norm and head."""
     family = find_family(config.architecture)
-    layers = range(layer, layer + 1)
+    layers, adapted = range(layer, layer + 1), adapt(weights, weights.base, config)
     kind = partial(ObservingContext, observer=observer) if observer else BuildContext
-    model: Model = family.build(kind(ops, weights, dtype, CPU, max_len, layers=layers), config, 0)
+    model: Model = family.build(kind(ops, adapted, dtype, CPU, max_len, layers=layers), config, 0)
     return model
+
+
+class _NoOutput:
+    """A ``PackedOutput`` that has all matrices already, so that building a model reads none."""
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def add(self, name: str, tensors: dict[str, Tensor]) -> None:
+        raise AssertionError(name)
+
+    def add_tensor(self, name: str, tensor: Tensor) -> None:
+        pass
+
+
+def matrix_names(config: ModelConfig, ops: Ops, checkpoint: Checkpoint, dtype: torch.dtype) -> list[str]:
+    """Names in the checkpoint of the tensors with the layers' matrices, except those that are never quantized."""
+    observer, family = InputObserver(ops, 0, False), find_family(config.architecture)
+    weights = adapt(checkpoint, checkpoint, config)
+    family.build(ObservingContext(ops, weights, dtype, CPU, 1, output=_NoOutput(), observer=observer), config, 0)
+    names = (stored_matrix(checkpoint, config, name) for each in observer.statistics for name in each)
+    return list(dict.fromkeys(names))
 
 
 def hidden_states(path: Path, shape: Sequence[int], dtype: torch.dtype, new: bool) -> Tensor:
@@ -190,13 +216,14 @@ def run_stage(
     cache = ops.new_kv_cache(stage.kv_specs(BLOCK, kv_quantization), size * blocks, CPU)
     for first in range(0, count, size):
         chunk = inputs[first : first + size]
-        hidden = stage.forward(_batch(chunk, blocks), cache)
+        states = new_state_cache(stage.state_specs(), len(chunk), len(chunk), 0, CPU)
+        hidden = stage.forward(_batch(chunk, blocks, states), cache)
         if outputs is not None:
             outputs[first : first + size] = hidden.view(*chunk.shape[:2], -1)
         progress(len(chunk))
 
 
-def _batch(inputs: Tensor, blocks: int) -> Batch:
+def _batch(inputs: Tensor, blocks: int, states: list[dict[str, Tensor]]) -> Batch:
     sequences, tokens = inputs.shape[:2]
     positions = torch.arange(tokens)
     slots = torch.arange(sequences)[:, None] * (blocks * BLOCK) + positions
@@ -214,4 +241,15 @@ def _batch(inputs: Tensor, blocks: int) -> Batch:
         logits_indices=torch.arange(sequences * tokens),
         logits_attention=queries,
         hidden_states=None if is_text else inputs.flatten(0, 1).clone(),
+        states=_states(states, sequences) if states else None,
     )
+
+
+def _states(cache: list[dict[str, Tensor]], sequences: int) -> StateBatch:
+    """States of sequences that begin."""
+
+    def zeros(count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32)
+
+    slots = torch.arange(sequences, dtype=torch.int32)
+    return StateBatch(cache, slots, zeros(sequences), zeros(sequences), zeros(sequences + 1), zeros(0), zeros(0))

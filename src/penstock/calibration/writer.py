@@ -45,8 +45,14 @@ NOT_COPIED = (
     "hf_quant_config.json",
     "figures.json",
 )
-HEADS = ("embed_tokens", "lm_head")
+HEADS = ("embed_tokens", "embeddings", "embedding", "lm_head")
 """Suffixes of the names of embedding and language model head."""
+
+
+def layer_prefix(checkpoint: Checkpoint) -> str:
+    """The prefix of the names of the layers' tensors, before the layer's index."""
+    backbone = "backbone.layers."
+    return backbone if any(name.startswith(backbone) for name in checkpoint.names) else "model.layers."
 
 
 def read_tensors(checkpoint: Checkpoint, prefix: str = "") -> dict[str, Tensor]:
@@ -165,8 +171,8 @@ class CheckpointWriter:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors by name; tensors of the layers are last."""
         self._unquantized, self._sensitive = [], []
-        layers = self.config.num_layers
-        prefixes = tuple(f"model.layers.{number}." for number in range(layers))
+        layers, prefix = self.config.num_layers, layer_prefix(self.checkpoint)
+        prefixes = tuple(f"{prefix}{number}." for number in range(layers))
         for name in sorted(name for name in self.checkpoint.names if not name.startswith(prefixes)):
             tensor = self.checkpoint.read(name, *self.checkpoint.shape(name), as_stored=True)
             yield name, self._classify(name, tensor)

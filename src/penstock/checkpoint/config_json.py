@@ -19,6 +19,8 @@ CONFIG = "config.json"
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
 """Files of AutoGPTQ and AutoAWQ with the ``quantization_config`` that ``config.json`` lacks."""
 MODELOPT_FILE = "hf_quant_config.json"
+MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_mixed")
+"""Values of ``quant_method`` of NVIDIA Model Optimizer."""
 """File of NVIDIA Model Optimizer with the quantization that ``config.json`` lacks."""
 
 
@@ -49,7 +51,7 @@ def read_plain_config_json(folder: Path) -> dict[str, Any]:
     given = result.get("quantization_config")
     if not given and not result.get("compression_config"):
         result |= _quantization_of_side_file(folder)
-    elif isinstance(given, Mapping) and given.get("quant_method") == "modelopt":
+    elif isinstance(given, Mapping) and given.get("quant_method") in MODELOPT:
         result["quantization_config"] = _modelopt(given, path)
     try:
         message = next(out_of_bounds(result), "")
@@ -93,11 +95,13 @@ def _quantization_of_side_file(folder: Path) -> dict[str, Any]:
 
 
 def _modelopt(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """``quantization_config`` of an FP8 checkpoint of NVIDIA Model Optimizer, whose quantized matrices have a
-    ``weight_scale``. Raises ``PenstockError`` (``unsupported``) for another algorithm."""
-    if (algorithm := found.get("quant_algo")) != "FP8":
-        message = f"{path}: quant_algo {algorithm!r:.60} of Model Optimizer is not supported; use an FP8 checkpoint"
-        raise PenstockError(Code.UNSUPPORTED, message, "model")
+    """``quantization_config`` of a checkpoint of NVIDIA Model Optimizer in fp8 or NVFP4, whose quantized matrices have
+    a ``weight_scale``. Raises ``PenstockError`` (``unsupported``) for another algorithm."""
+    if (algorithm := found.get("quant_algo")) in ("NVFP4", "MIXED_PRECISION"):
+        return {"quant_method": "modelopt_fp4"}
+    if algorithm != "FP8":
+        message = f"{path}: quant_algo {algorithm!r:.60} of Model Optimizer is not supported"
+        raise PenstockError(Code.UNSUPPORTED, f"{message}; use an FP8 or NVFP4 checkpoint", "model")
     return {"quant_method": "fp8", "activation_scheme": "static"}
 
 

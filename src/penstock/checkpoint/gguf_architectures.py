@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.core import Code, PenstockError
-
 from .gguf_metadata import Metadata
 
 Fields = dict[str, Any]
@@ -55,10 +53,10 @@ BERT_LAYER = {
     "output.LayerNorm": "layer_output_norm",
 }
 ATTENTION = {
+    "self_attn.o_proj": "attn_output",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
 }
 QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 PRE_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
@@ -81,8 +79,10 @@ LATENT = {
     "self_attn.kv_b_proj": "attn_kv_b",
     "self_attn.o_proj": "attn_output",
 }
+LATENT_QUERIES = ("attn_q", "attn_q_a", "attn_q_a_norm", "attn_q_b")
+"""Tensors of latent attention of which a layer has the first, or all others."""
 MLP = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
-LLAMA4_MLP = {module.replace("mlp", "feed_forward"): tensor for module, tensor in MLP.items()}
+FEED_FORWARD = {module.replace("mlp", "feed_forward"): tensor for module, tensor in MLP.items()}
 NEXTN = {
     "eh_proj": "nextn.eh_proj",
     "embed_tokens": "nextn.embed_tokens",
@@ -105,7 +105,7 @@ FUSED = {
 ROUTER_BIAS = "exp_probs_b.bias"
 
 
-def _experts(
+def experts(
     module: str = "mlp",
     router: str = "gate",
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
@@ -177,6 +177,15 @@ class Architecture:
     """Layers with a window have separate rotary parameters."""
     latent: bool = False
     """Multi-head latent attention (DeepSeek)."""
+    parts: tuple[Mapping[str, str], ...] = ()
+    """Parts that not all layers have (attention, recurrent state, an MLP): tensors, by module. A layer with the first
+    tensor of a part has all of them; each layer has at least one part."""
+    tiled_values: bool = False
+    """Value heads of gated delta nets are ordered by their index in the group of a key head, then by key head."""
+    rope_free: bool = False
+    """No layer has rotary embedding; its parameters in the file are ignored."""
+    attention_free: bool = False
+    """No layer has attention."""
     encoder: bool = False
     """Bidirectional attention, without a language model head."""
 
@@ -192,7 +201,9 @@ class Architecture:
         prefix, rest, expert = f"blk.{match[1]}.", match[2], None
         if found := EXPERT.fullmatch(rest):
             rest, expert = f"{found[1]}.{found[3]}", int(found[2])
-        names = {**self.mlp, **self.experts, **self.layer}
+        names = {
+            name: tensor for part in (self.mlp, self.experts, self.layer, *self.parts) for name, tensor in part.items()
+        }
         if rest in names:
             return f"{prefix}{names[rest]}", expert
         module, _, kind = rest.rpartition(".")
@@ -202,15 +213,15 @@ class Architecture:
 # --- Fields of config.json --------------------------------------------------------------------------------------------
 
 
-def _all_of(*readers: Callable[[Metadata], Fields]) -> Callable[[Metadata], Fields]:
+def all_of(*readers: Callable[[Metadata], Fields]) -> Callable[[Metadata], Fields]:
     return lambda metadata: {name: value for read in readers for name, value in read(metadata).items()}
 
 
-def _expert_size(metadata: Metadata) -> int:
+def expert_size(metadata: Metadata) -> int:
     return metadata.last_dimension("ffn_down_exps.weight", metadata.size("feed_forward_length", 1))
 
 
-def _counts(number: str) -> Callable[[Metadata], Fields]:
+def counts(number: str) -> Callable[[Metadata], Fields]:
     """Reads the number of experts, the number per token, and the intermediate size of an expert.
 
     Args:
@@ -221,7 +232,7 @@ def _counts(number: str) -> Callable[[Metadata], Fields]:
         return {
             number: metadata.size("expert_count"),
             "num_experts_per_tok": metadata.size("expert_used_count"),
-            "moe_intermediate_size": _expert_size(metadata),
+            "moe_intermediate_size": expert_size(metadata),
         }
 
     return read
@@ -229,17 +240,16 @@ def _counts(number: str) -> Callable[[Metadata], Fields]:
 
 def _local_experts(metadata: Metadata) -> Fields:
     """Experts of families whose ``intermediate_size`` is the size of an expert."""
-    counts = _counts("num_local_experts")(metadata)
-    size = counts.pop("moe_intermediate_size")
-    return {**counts, "intermediate_size": size}
+    fields = counts("num_local_experts")(metadata)
+    return {**fields, "intermediate_size": fields.pop("moe_intermediate_size")}
 
 
-def _sparse_layers(metadata: Metadata) -> list[int]:
+def sparse_layers(metadata: Metadata) -> list[int]:
     return [layer for layer in range(metadata.layers) if f"blk.{layer}.ffn_gate_inp.weight" in metadata.tensors]
 
 
-def _mlp_only_layers(metadata: Metadata) -> Fields:
-    dense = sorted(set(range(metadata.layers)).difference(_sparse_layers(metadata)))
+def mlp_only_layers(metadata: Metadata) -> Fields:
+    dense = sorted(set(range(metadata.layers)).difference(sparse_layers(metadata)))
     return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
 
 
@@ -247,12 +257,12 @@ def _deepseek_experts(metadata: Metadata) -> Fields:
     """Experts under DeepSeek's field names."""
     if not metadata.size("expert_count", 0):
         return {"n_routed_experts": None, "n_shared_experts": None}
-    sparse = _sparse_layers(metadata)
+    sparse = sparse_layers(metadata)
     if sparse != list(range(sparse[0] if sparse else metadata.layers, metadata.layers)):
         raise metadata.unsupported("dense layers after a layer with experts")
-    size, shared = _expert_size(metadata), metadata.last_dimension("ffn_down_shexp.weight")
+    size, shared = expert_size(metadata), metadata.last_dimension("ffn_down_shexp.weight")
     return {
-        **_counts("n_routed_experts")(metadata),
+        **counts("n_routed_experts")(metadata),
         "n_shared_experts": shared // size or None,
         "first_k_dense_replace": metadata.layers - len(sparse),
         "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0) or 1.0,
@@ -283,7 +293,7 @@ def _softcaps(metadata: Metadata) -> Fields:
     }
 
 
-def _granite(metadata: Metadata) -> Fields:
+def granite(metadata: Metadata) -> Fields:
     keys = {
         "embedding_multiplier": "embedding_scale",
         "attention_multiplier": "attention.scale",
@@ -298,7 +308,7 @@ def _cohere(metadata: Metadata) -> Fields:
     return {"logit_scale": metadata.number("logit_scale", 1.0)}
 
 
-def _latent(metadata: Metadata) -> Fields:
+def latent(metadata: Metadata) -> Fields:
     rotary, kv_rank = metadata.size("rope.dimension_count"), metadata.size("attention.kv_lora_rank")
     key = metadata.size("attention.key_length_mla", metadata.size("attention.key_length"))
     return {
@@ -334,7 +344,7 @@ def _mistral3_rope(metadata: Metadata) -> Fields:
 
 
 def _hunyuan_moe(metadata: Metadata) -> Fields:
-    size = _expert_size(metadata)
+    size = expert_size(metadata)
     return {
         "num_experts": metadata.size("expert_count"),
         "moe_topk": metadata.size("expert_used_count"),
@@ -345,7 +355,7 @@ def _hunyuan_moe(metadata: Metadata) -> Fields:
 
 
 def _ernie_moe(metadata: Metadata) -> Fields:
-    sparse, size = _sparse_layers(metadata), _expert_size(metadata)
+    sparse, size = sparse_layers(metadata), expert_size(metadata)
     return {
         "moe_num_experts": metadata.size("expert_count"),
         "moe_k": metadata.size("expert_used_count"),
@@ -366,9 +376,9 @@ def _llama4(metadata: Metadata) -> Fields:
     return {
         "num_local_experts": experts,
         "num_experts_per_tok": 1,
-        "intermediate_size": _expert_size(metadata),
+        "intermediate_size": expert_size(metadata),
         "intermediate_size_mlp": metadata.size("feed_forward_length"),
-        "moe_layers": _sparse_layers(metadata),
+        "moe_layers": sparse_layers(metadata),
         "layer_types": ["full_attention" if layer in full else "chunked_attention" for layer in range(metadata.layers)],
         "no_rope_layers": [int(layer not in full) for layer in range(metadata.layers)],
         "attention_chunk_size": 8192,
@@ -400,7 +410,7 @@ LLAMA = Architecture(
 MISTRAL = replace(LLAMA, name="MistralForCausalLM")
 MIXTRAL = Architecture(
     "MixtralForCausalLM",
-    experts=_experts("block_sparse_moe", projections=("w1", "w3", "w2")),
+    experts=experts("block_sparse_moe", projections=("w1", "w3", "w2")),
     read=_local_experts,
     interleaved=True,
     windows=0,
@@ -416,7 +426,7 @@ GEMMA2 = replace(
     name="Gemma2ForCausalLM",
     layer={**ATTENTION, **GEMMA_NORMS},
     constants={"hidden_activation": "gelu_pytorch_tanh"},
-    read=_all_of(_query_scale(46), _softcaps),
+    read=all_of(_query_scale(46), _softcaps),
     windows=2,
     default_window=4096,
 )
@@ -424,7 +434,7 @@ GEMMA3 = replace(
     GEMMA2,
     name="Gemma3ForCausalLM",
     layer={**ATTENTION, **QK_NORMS, **GEMMA_NORMS},
-    read=_all_of(_query_scale(62), _softcaps),
+    read=all_of(_query_scale(62), _softcaps),
     windows=6,
     default_window=0,
     local_rope=True,
@@ -439,11 +449,11 @@ QWEN3 = Architecture(
 QWEN2_MOE = replace(
     QWEN2,
     name="Qwen2MoeForCausalLM",
-    experts={**_experts(shared="shared_expert"), "mlp.shared_expert_gate": "ffn_gate_inp_shexp"},
+    experts={**experts(shared="shared_expert"), "mlp.shared_expert_gate": "ffn_gate_inp_shexp"},
     constants={"norm_topk_prob": False},
-    read=_all_of(
-        _counts("num_experts"),
-        _mlp_only_layers,
+    read=all_of(
+        counts("num_experts"),
+        mlp_only_layers,
         lambda metadata: {"shared_expert_intermediate_size": metadata.last_dimension("ffn_down_shexp.weight")},
     ),
     windows=None,
@@ -451,9 +461,9 @@ QWEN2_MOE = replace(
 QWEN3_MOE = replace(
     QWEN3,
     name="Qwen3MoeForCausalLM",
-    experts=_experts(),
+    experts=experts(),
     constants={"norm_topk_prob": True},
-    read=_all_of(_counts("num_experts"), _mlp_only_layers),
+    read=all_of(counts("num_experts"), mlp_only_layers),
     windows=None,
 )
 OLMO2 = Architecture(
@@ -463,22 +473,22 @@ OLMO3 = replace(OLMO2, name="Olmo3ForCausalLM", windows=4, local_rope=True)
 OLMOE = Architecture(
     "OlmoeForCausalLM",
     layer={**ATTENTION, **QK_NORMS, **PRE_NORMS},
-    experts=_experts(),
+    experts=experts(),
     flags={"attention_bias": ATTENTION_BIAS},
     constants={"norm_topk_prob": False},
     read=lambda metadata: {
         "num_experts": metadata.size("expert_count"),
         "num_experts_per_tok": metadata.size("expert_used_count"),
-        "intermediate_size": _expert_size(metadata),
+        "intermediate_size": expert_size(metadata),
     },
 )
-GRANITE = replace(LLAMA, name="GraniteForCausalLM", read=_granite, windows=None)
+GRANITE = replace(LLAMA, name="GraniteForCausalLM", read=granite, windows=None)
 GRANITE_MOE = replace(
     GRANITE,
     name="GraniteMoeForCausalLM",
-    experts=_experts("block_sparse_moe", "router.layer"),
+    experts=experts("block_sparse_moe", "router.layer"),
     flags={"attention_bias": ATTENTION_BIAS},
-    read=_all_of(_granite, _local_experts),
+    read=all_of(granite, _local_experts),
 )
 COMMAND_R = Architecture(
     "CohereForCausalLM",
@@ -500,7 +510,7 @@ PHI3 = Architecture("Phi3ForCausalLM", windows=0, partial_rotary=True)
 GPT_OSS = Architecture(
     "GptOssForCausalLM",
     layer={**ATTENTION, **SECOND_POST_NORM, "self_attn.sinks": "attn_sinks.weight"},
-    experts=_experts(router="router"),
+    experts=experts(router="router"),
     flags={
         "attention_bias": ATTENTION_BIAS,
         "": ("ffn_gate_inp.bias", "ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias"),
@@ -524,7 +534,7 @@ GLM4 = replace(CHATGLM, name="Glm4ForCausalLM", layer={**ATTENTION, **GLM4_NORMS
 GLM4_MOE = Architecture(
     "Glm4MoeForCausalLM",
     layer={**ATTENTION, **QK_NORMS, **SECOND_POST_NORM, **NEXTN},
-    experts=_experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
+    experts=experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
     optional=(*SHARED, "attn_q_norm.weight", "attn_k_norm.weight", *(f"{name}.weight" for name in NEXTN.values())),
     flags={"attention_bias": QKV_BIAS, "use_qk_norm": ("attn_q_norm.weight", "attn_k_norm.weight")},
     read=_deepseek_experts,
@@ -533,7 +543,7 @@ GLM4_MOE = Architecture(
 DOTS1 = Architecture(
     "Dots1ForCausalLM",
     layer={**ATTENTION, **QK_NORMS, **PRE_NORMS},
-    experts=_experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
+    experts=experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
     optional=SHARED,
     flags={"attention_bias": ATTENTION_BIAS},
     read=_deepseek_experts,
@@ -541,21 +551,22 @@ DOTS1 = Architecture(
 DEEPSEEK_V2 = Architecture(
     "DeepseekV2ForCausalLM",
     layer={**LATENT, **PRE_NORMS, **NEXTN},
-    experts=_experts(shared="shared_experts"),
+    experts=experts(shared="shared_experts"),
     optional=(
-        *("attn_q.weight", "attn_q_a.weight", "attn_q_a_norm.weight", "attn_q_b.weight", *SHARED),
+        *(f"{tensor}.weight" for tensor in LATENT_QUERIES),
+        *SHARED,
         *(f"{name}.weight" for name in NEXTN.values()),
     ),
-    read=_all_of(_latent, _deepseek_v2),
+    read=all_of(latent, _deepseek_v2),
     rope=_deepseek_rope,
     latent=True,
 )
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     name="DeepseekV3ForCausalLM",
-    experts=_experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
+    experts=experts(shared="shared_experts", bias=f"gate.{E_SCORE}"),
     constants={"rope_interleave": True},
-    read=_all_of(_latent, _deepseek_experts),
+    read=all_of(latent, _deepseek_experts),
 )
 SMOLLM3 = replace(
     LLAMA,
@@ -572,7 +583,7 @@ EXAONE4 = Architecture("Exaone4ForCausalLM", layer={**ATTENTION, **QK_NORMS, **P
 ERNIE4_5 = Architecture("Ernie4_5ForCausalLM", flags={"use_bias": (*ATTENTION_BIAS, *MLP_BIAS)})
 ERNIE4_5_MOE = Architecture(
     "Ernie4_5_MoeForCausalLM",
-    experts=_experts(shared="shared_experts", bias=f"moe_statics.{E_SCORE}"),
+    experts=experts(shared="shared_experts", bias=f"moe_statics.{E_SCORE}"),
     optional=SHARED,
     read=_ernie_moe,
 )
@@ -584,21 +595,21 @@ HUNYUAN = Architecture(
 HUNYUAN_MOE = replace(
     HUNYUAN,
     name="HunYuanMoEV1ForCausalLM",
-    experts=_experts(router="gate.wg", shared="shared_mlp"),
+    experts=experts(router="gate.wg", shared="shared_mlp"),
     read=_hunyuan_moe,
 )
 MINIMAX_M2 = Architecture(
     "MiniMaxM2ForCausalLM",
     layer={**ATTENTION, **QK_NORMS, **PRE_NORMS},
-    experts=_experts("block_sparse_moe", projections=("w1", "w3", "w2"), bias=E_SCORE),
+    experts=experts("block_sparse_moe", projections=("w1", "w3", "w2"), bias=E_SCORE),
     read=_local_experts,
     partial_rotary=True,
 )
 MISTRAL3 = replace(LLAMA, name="Ministral3ForCausalLM", rope=_mistral3_rope)
 LLAMA4 = Architecture(
     "Llama4ForCausalLM",
-    mlp=LLAMA4_MLP,
-    experts=_experts("feed_forward", "router", shared="shared_expert"),
+    mlp=FEED_FORWARD,
+    experts=experts("feed_forward", "router", shared="shared_expert"),
     flags={"attention_bias": ATTENTION_BIAS},
     read=_llama4,
 )
@@ -675,26 +686,3 @@ ARCHITECTURES = {
 }
 """Architectures by ``general.architecture``. Vision-language models (``qwen2vl``, ...) are read as their language
 model: the vision encoder is in another file, and M-RoPE gives text the positions of plain RoPE."""
-SIGMOID = 2
-"""``expert_gating_func`` of routers with sigmoid scores."""
-
-
-def architecture_of(metadata: Metadata) -> Architecture:
-    """The architecture of a file. Where several architectures share a name, metadata and tensors decide.
-
-    Raises ``PenstockError`` (``unsupported``) for an unknown architecture.
-    """
-    if (name := metadata.architecture) not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        message = f"{metadata.file.path} has architecture {name!r}, which is not supported; supported: {known}"
-        raise PenstockError(Code.UNSUPPORTED, message, "model")
-    match name:
-        case "llama" if metadata.size("expert_count", 0):
-            return MIXTRAL
-        case "llama" if metadata.size("attention.sliding_window", 0):
-            return MISTRAL
-        case "olmo2" if metadata.size("attention.sliding_window", 0):
-            return OLMO3
-        case "deepseek2" if metadata.size("expert_gating_func", 0) == SIGMOID or metadata.has_any(ROUTER_BIAS):
-            return DEEPSEEK_V3
-    return ARCHITECTURES[name]

@@ -11,16 +11,19 @@ from typing import Any
 from penstock.core.errors import invalid
 
 from .config_defaults import class_of
-from .gguf_architectures import FUSED, Architecture, architecture_of
+from .gguf_architectures import FUSED, Architecture
 from .gguf_file import GGUFFile
 from .gguf_metadata import Metadata
+from .gguf_registry import architecture_of
 from .gguf_rope import TENSORS as ROPE_TENSORS
 from .gguf_rope import rope_parameters
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Names of floating-point types in ``config.json``."""
 KINDS = (".weight", ".bias")
-FLOAT32 = ("ffn_gate_inp", "_norm", "position_embd", "token_types")
+COMPLETE = (".weight", ".A_log", ".D")
+"""Suffixes of names in ``Architecture`` that stand for a tensor, not for a module."""
+FLOAT32 = ("ffn_gate_inp", "_norm", "position_embd", "token_types", "conv")
 """Parts of the names of matrices that are float32 whatever the file's main type."""
 OTHER_MODELS = (
     *("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attn_logit_softcapping"),
@@ -47,38 +50,44 @@ class _Reader:
 
     def config(self) -> dict[str, Any]:
         metadata, architecture = self._metadata, self._architecture
-        hidden, heads = metadata.size("embedding_length"), metadata.size("attention.head_count")
         flags = self._check_tensors()
-        head_dim = metadata.head_dim
-        rotary_dim = self._check_heads(head_dim)
         layers = metadata.layers - metadata.mtp_layers
         vocabulary, *_ = metadata.tensors["token_embd.weight"].shape
         kind = class_of({"architectures": [architecture.name]})
         assert kind
+        has_attention = not architecture.attention_free
+        rotary_dim = self._check_heads(metadata.head_dim) if has_attention else 0
         fields = {**self._epsilon(), **self._windows(layers), **flags, **architecture.constants}
-        fields |= architecture.read(metadata)
-        rope_fields = architecture.rope(metadata)
+        given, rope_fields = architecture.read(metadata), architecture.rope(metadata)
         if key := metadata.unread(OTHER_MODELS):
             raise metadata.unsupported(f"the metadata key {key}")
+        fields |= (self._attention(rope_fields, rotary_dim) if has_attention else {}) | given
+        size = metadata.size("feed_forward_length", 0 if architecture.parts else None)
         return {
             "architectures": [architecture.name],
             "model_type": kind.model_type,
             "vocab_size": vocabulary,
-            "hidden_size": hidden,
-            "intermediate_size": metadata.size("feed_forward_length"),
+            "hidden_size": metadata.size("embedding_length"),
+            **({"intermediate_size": size} if size else {}),
             "num_hidden_layers": layers,
             "num_nextn_predict_layers": metadata.mtp_layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": metadata.size("attention.head_count_kv", heads),
-            "head_dim": head_dim,
             "hidden_act": "silu",
-            "max_position_embeddings": metadata.size("context_length"),
-            "rope_parameters": self._rope(rope_fields, rotary_dim, head_dim),
             "tie_word_embeddings": "output.weight" not in metadata.tensors,
             **fields,
             "dtype": self._dtype(),
             "gguf": self._num_weights(),
             **self._token_ids(),
+        }
+
+    def _attention(self, rope_fields: Mapping[str, Any], rotary_dim: int) -> dict[str, Any]:
+        metadata = self._metadata
+        heads, head_dim = metadata.size("attention.head_count"), metadata.head_dim
+        return {
+            "num_attention_heads": heads,
+            "num_key_value_heads": metadata.size("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": metadata.size("context_length"),
+            "rope_parameters": self._rope(rope_fields, rotary_dim, head_dim),
         }
 
     def _check_tensors(self) -> dict[str, bool]:
@@ -100,10 +109,9 @@ class _Reader:
             prefix = f"blk.{layer}."
             sparse = f"{prefix}ffn_gate_inp.weight" in names and bool(architecture.experts)
             mlp = architecture.experts if sparse else architecture.mlp
-            tensors = {
-                each if each.endswith(KINDS) else f"{each}.weight"
-                for each in (*architecture.layer.values(), *mlp.values())
-            }
+            tensors = _names(architecture.layer) | _names(mlp)
+            present = [part for part in architecture.parts if f"{prefix}{next(iter(part.values()))}.weight" in names]
+            tensors = tensors.union(*map(_names, present or architecture.parts))
             separate = frozenset(tensors)
             for name, parts in FUSED.items():
                 if f"{prefix}{name}.weight" not in names or not separate & {f"{part}.weight" for part in parts}:
@@ -134,7 +142,7 @@ class _Reader:
         metadata, architecture = self._metadata, self._architecture
         if not architecture.encoder and not metadata.flag("attention.causal", True):
             raise metadata.unsupported("bidirectional attention")
-        rotary_dim = metadata.size("rope.dimension_count", head_dim)
+        rotary_dim = head_dim if architecture.rope_free else metadata.size("rope.dimension_count", head_dim)
         if architecture.latent:
             return rotary_dim
         if head_dim < 2 or head_dim % 2:
@@ -207,6 +215,14 @@ class _Reader:
         names = ("bos_token_id", "eos_token_id")
         ids = {name: self._metadata.file.get(f"tokenizer.ggml.{name}", int) for name in names}
         return {name: token_id for name, token_id in ids.items() if token_id is not None}
+
+
+def _names(modules: Mapping[str, str]) -> set[str]:
+    """Names of tensors, below the prefix of their layer."""
+    return {
+        tensor if tensor.endswith(KINDS) or module.endswith(COMPLETE) else f"{tensor}.weight"
+        for module, tensor in modules.items()
+    }
 
 
 def _is_matrix(name: str) -> bool:

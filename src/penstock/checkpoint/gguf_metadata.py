@@ -68,10 +68,12 @@ class Metadata:
         return self.size("attention.key_length", hidden // heads)
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A size from 1 to ``MAX_SIZE``, or the default. An array with one value per layer must have equal values."""
+        """A size from 1 to ``MAX_SIZE``, or the default. An array with one value per layer must have equal
+        values, or 0 for layers that lack the part."""
         key = self._key(key)
         if self.file.is_array(key):
             values = set(self.file.numbers(key))
+            values = values - {0} or values
             if len(values) != 1:
                 raise self.unsupported(f"layers of different sizes ({key})")
             value = values.pop()

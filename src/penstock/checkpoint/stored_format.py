@@ -13,6 +13,10 @@ BNB_BLOCK = 64
 """Number of weights that share a scale in the 4-bit format of bitsandbytes."""
 
 
+NVFP4 = Format(8, 16)
+"""Format to which the numbers of NVFP4 are converted (``quant/nvfp4.py``)."""
+
+
 def stored_format(config: Any) -> Format:
     """The format of most matrices in the layers. ``UNQUANTIZED`` without quantization, and for unknown or broken
     configurations, which the engine refuses (``quant.read_quantization_config``)."""
@@ -41,6 +45,8 @@ def _format(config: Mapping[str, Any]) -> Format:
         case "bitsandbytes":
             eight = config.get("load_in_8bit") or config.get("_load_in_8bit")
             return Format(8) if eight else Format(4, BNB_BLOCK, floating=True)
+        case "modelopt_fp4":
+            return NVFP4
         case "mxfp4":
             return Format(4, MX_BLOCK, floating=True)
         case _:
@@ -50,6 +56,8 @@ def _format(config: Mapping[str, Any]) -> Format:
 def _scheme(weights: Mapping[str, Any]) -> Format:
     """Format of a config group of compressed-tensors."""
     bits, size = weights.get("num_bits", 8), max(weights.get("group_size") or 0, 0)
+    if weights.get("strategy") == "tensor_group":
+        return NVFP4
     if weights.get("type", "int") != "float":
         return Format(4 if bits <= 4 else 8, size, asymmetric=not weights.get("symmetric", True))
     rows, columns = weights.get("block_structure") or (1, size)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from penstock.checkpoint.state_spec import StateSpec
@@ -31,3 +33,23 @@ class StateLayer(Protocol):
             ``[tokens, hidden]``, or ``[rows, hidden]`` with ``logits_only``.
         """
         ...
+
+
+def new_state_cache(
+    specs: Sequence[StateSpec], slots: int, rows: int, max_drafts: int, device: torch.device
+) -> list[dict[str, Tensor]]:
+    """Allocate ``StateBatch.cache``, filled with zeros.
+
+    Args:
+        specs: state of each recurrent layer.
+        rows: number of slots, from the first, that keep inputs of up to ``max_drafts`` draft tokens.
+    """
+
+    def zeros(shape: tuple[int, ...], dtype: str) -> Tensor:
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+
+    return [
+        {name: zeros((slots, *part.shape), part.dtype) for name, part in spec.state.items()}
+        | {name: zeros((rows, max_drafts, *part.shape), part.dtype) for name, part in spec.inputs.items()}
+        for spec in specs
+    ]

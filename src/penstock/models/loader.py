@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +19,7 @@ from penstock.layers import BuildContext, BuildOptions, PackedWeights, Weights
 from penstock.ops import Ops
 from penstock.quant import read_quantization_config
 
+from .adapted import adapt, adapt_gguf
 from .heads import build_heads
 from .model import Model
 from .read_config import read_config
@@ -29,13 +29,9 @@ from .weights import (
     DummyWeights,
     EngineOutput,
     EngineWeights,
-    FusedExperts,
     GGUFCheckpoint,
-    PaddedHeads,
-    RenamedWeights,
     WeightCache,
     find_gguf,
-    tied_embedding,
 )
 
 logger = logging.getLogger(__name__)
@@ -95,7 +91,10 @@ def load_model(
         weights = cache = _engine_weights(folder, built, options, config, dtype, ops)
     else:
         checkpoint = _open_checkpoint(folder, config, log=options.group.rank == 0, whole=options.layers is None)
-        weights = _adapt(checkpoint, config)
+        if isinstance(checkpoint, GGUFCheckpoint):
+            weights = adapt_gguf(checkpoint, config)
+        else:
+            weights = adapt(checkpoint, checkpoint, config)
         if options.weight_cache_dir and not output:
             packing = _packing(options, dtype, ops)
             cache = WeightCache(options.weight_cache_dir, folder, packing, checkpoint.state, options.weight_cache_size)
@@ -145,23 +144,6 @@ def _engine_weights(
     requested = {"dtype": str(dtype).removeprefix("torch."), "quantization": options.quantization}
     built.check(folder, {**requested, "tensor_parallel_size": group.size}, ops.LAYOUT)
     return EngineWeights(folder, built, built.stage_of(options.layers, config.num_layers), group.rank)
-
-
-def _adapt(checkpoint: Checkpoint | GGUFCheckpoint, config: ModelConfig) -> Weights:
-    """The weights of a checkpoint, with the names and shapes that layers read."""
-    weights: Weights = checkpoint
-    if isinstance(checkpoint, Checkpoint):  # GGUFCheckpoint already has the names that layers read
-        if config.tie_word_embeddings and (find := tied_embedding(checkpoint)):
-            weights = RenamedWeights(weights, find)
-        if find_stored := family_of(config).find_stored:
-            weights = RenamedWeights(
-                weights, partial(find_stored, replace(config, head_dim=config.checkpoint_head_dim))
-            )
-        if experts := config.experts:
-            weights = FusedExperts(weights, experts.num_experts, experts.projections, experts.fused)
-    if config.stored_head_dim:
-        weights = PaddedHeads(weights, config.stored_head_dim, config.head_dim)
-    return weights
 
 
 def _packing(options: LoadOptions, dtype: torch.dtype, ops: Ops) -> str:

@@ -59,6 +59,8 @@ class Family:
     find_stored: Callable[[ModelConfig, str], Stored] | None = None
     """Function from the configuration and a module's name in the layers to its location in the checkpoint; None: the
     names are the same."""
+    find_gguf: Callable[[ModelConfig, str], Stored] | None = None
+    """Like ``find_stored``, for GGUF files, whose reader has the names of modules in the layers."""
 
 
 TRANSFORMERS = Family(

@@ -81,6 +81,14 @@ class QuantizedWeight:
         offsets, order = (None if tensor is None else tensor.to(device) for tensor in (self.offsets, self.order))
         return QuantizedWeight(self.values.to(device), self.scales.to(device), format, offsets, order)
 
+    def with_scale_per_output(self) -> QuantizedWeight:
+        """Return the same weights with a scale for each output, in place of blocks of outputs that share one."""
+        if self.format.rows_per_scale == 1:
+            return self
+        outputs = len(self.values)
+        scales = self.scales.repeat_interleave(self.format.rows_per_scale or outputs, 0)[:outputs]
+        return replace(self, scales=scales, format=replace(self.format, rows_per_scale=1))
+
     def rows(self, first: int, end: int) -> QuantizedWeight:
         """Return the outputs ``first`` to ``end`` (exclusive) of a format with one scale per output."""
         assert self.format.rows_per_scale == 1

@@ -26,6 +26,30 @@ class TensorSource(Protocol):
         ...
 
 
+class StackedSource:
+    """A ``TensorSource`` that reads tensors ``[experts, rows, ...]`` as ``[experts * rows, ...]``: the experts of a
+    layer as one matrix, of which each expert has some outputs."""
+
+    def __init__(self, base: TensorSource) -> None:
+        self._base = base
+
+    def has(self, name: str) -> bool:
+        return self._base.has(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = self._base.shape(name)
+        return (shape[0] * shape[1], *shape[2:]) if len(shape) == 3 else shape
+
+    def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
+        stored = self._base.shape(name)
+        if len(stored) != 3 or self.shape(name) != shape:
+            return self._base.read(name, *shape, rows=rows, as_stored=as_stored)
+        first, end = rows or (0, shape[0])
+        experts = first // stored[1], -(-end // stored[1])
+        read = self._base.read(name, *stored, rows=experts, as_stored=as_stored).flatten(0, 1)
+        return read[first - experts[0] * stored[1] :][: end - first]
+
+
 class CheckpointFormat(Protocol):
     """Reader of the matrices of a quantized checkpoint. Implementations take the ``quantization_config``."""
 

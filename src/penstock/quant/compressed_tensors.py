@@ -18,8 +18,11 @@ from .checkpoint_format import FLOATS, TensorSource, num_groups, read_tensor
 from .config_fields import group_size, integer, mapping, pattern, unsupported
 from .fp8 import STATIC_ACTIVATIONS, block_size, read_fp8
 from .integers import from_unsigned, input_order, pack_bits, unpack_bits
+from .nvfp4 import FORMAT as NVFP4_FORMAT
+from .nvfp4 import GROUP, read_nvfp4
 
 PACKED, PLAIN = "pack-quantized", ("int-quantized", "float-quantized", "naive-quantized")
+NVFP4 = "nvfp4-pack-quantized"
 KV_CACHE = "kv_cache_scheme is ignored: --kv-cache-dtype sets the format of the KV cache"
 
 
@@ -48,6 +51,7 @@ class _Scheme:
     bits: int
     packed: bool
     symmetric: bool
+    nvfp4: bool
     targets: tuple[str | re.Pattern[str], ...]
 
     def matches(self, name: str, rank: int) -> bool:
@@ -92,6 +96,10 @@ class CompressedTensors:
         """See ``CheckpointFormat.read``."""
         scheme, (first, end) = self._scheme_of(name), rows
         format, bits = scheme.format, scheme.bits
+        if scheme.nvfp4:
+            divisor = read_tensor(source, f"{name}.weight_global_scale", 1, dtypes=(torch.float32,))
+            tensors = f"{name}.weight_packed", f"{name}.weight_scale"
+            return read_nvfp4(source, *tensors, lambda scales: scales / divisor, outputs, inputs, rows)
         if format.floating:
             return read_fp8(source, name, f"{name}.weight_scale", outputs, inputs, rows, format)
         if scheme.packed:
@@ -160,8 +168,8 @@ def _read_scheme(group: Mapping[str, Any], config: Mapping[str, Any]) -> _Scheme
     if group.get("weights") is None:
         return None
     weights, layout = mapping(group["weights"], "weights"), group.get("format") or config.get("format")
-    if layout != PACKED and layout not in PLAIN:
-        raise unsupported(f"compressed-tensors in the format {layout!r:.40}; supported: {', '.join((PACKED, *PLAIN))}")
+    if layout not in (known := (PACKED, *PLAIN, NVFP4)):
+        raise unsupported(f"compressed-tensors in the format {layout!r:.40}; supported: {', '.join(known)}")
     if group.get("output_activations"):
         raise unsupported("compressed-tensors with quantized output_activations")
     bits, kind, strategy = integer(weights, "num_bits", 8), weights.get("type", "int"), weights.get("strategy")
@@ -172,8 +180,15 @@ def _read_scheme(group: Mapping[str, Any], config: Mapping[str, Any]) -> _Scheme
     by_kind = {"int": _integer_format, "float": _float_format}
     if kind not in by_kind:
         raise unsupported(f"compressed-tensors with weights of type {kind!r:.40}; supported are int and float")
-    format = by_kind[kind](weights, bits, strategy, _activation_bits(group, kind))
-    return _Scheme(format, bits, layout == PACKED, bool(weights.get("symmetric", True)), parsed)
+    if layout == NVFP4:
+        if (bits, kind, weights.get("group_size")) != (4, "float", GROUP):
+            raise unsupported(
+                f"compressed-tensors in the format {NVFP4} with other numbers than 4 bits in groups of {GROUP}"
+            )
+        format = NVFP4_FORMAT
+    else:
+        format = by_kind[kind](weights, bits, strategy, _activation_bits(group, kind))
+    return _Scheme(format, bits, layout == PACKED, bool(weights.get("symmetric", True)), layout == NVFP4, parsed)
 
 
 def _read_rotation(config: Mapping[str, Any]) -> int:

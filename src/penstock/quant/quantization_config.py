@@ -15,6 +15,7 @@ from .config_fields import mapping
 from .fp8 import FP8
 from .gptq import GPTQ
 from .mxfp4 import MXFP4
+from .nvfp4 import ModelOptNVFP4
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
     "awq": AWQ,
@@ -24,6 +25,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
     "fbgemm_fp8": FP8,
     "bitsandbytes": BitsAndBytes,
     "mxfp4": MXFP4,
+    "modelopt_fp4": ModelOptNVFP4,
 }
 """``quant_method`` → reader of the checkpoint format."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.state_spec import StateSpec, bytes_per_slot
+from penstock.layers import new_state_cache
 from penstock.ops import StateBatch
 
 from ..step import NewRow, RowUpdates, StepInput
@@ -46,18 +47,7 @@ class RowStates:
     def allocate(self, snapshots: int) -> None:
         """Allocate the states of rows, and ``snapshots``."""
         slots = self._rows + snapshots
-
-        def zeros(shape: tuple[int, ...], dtype: str) -> Tensor:
-            return torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
-
-        self.cache[:] = [
-            {name: zeros((slots, *part.shape), part.dtype) for name, part in spec.state.items()}
-            | {
-                name: zeros((self._rows, self._max_drafts, *part.shape), part.dtype)
-                for name, part in spec.inputs.items()
-            }
-            for spec in self._specs
-        ]
+        self.cache[:] = new_state_cache(self._specs, slots, self._rows, self._max_drafts, self._device)
 
     def free(self) -> None:
         self.cache.clear()

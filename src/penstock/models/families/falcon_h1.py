@@ -51,4 +51,4 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     return Stored("model.final_layernorm") if name == "model.norm" else stored
 
 
-FAMILY = Family(("FalconH1ForCausalLM",), read_config, find_stored=find_stored)
+FAMILY = Family(("FalconH1ForCausalLM",), read_config, find_stored=find_stored, find_gguf=find_mamba2)

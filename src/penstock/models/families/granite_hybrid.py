@@ -50,4 +50,4 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     return part_of(f"{shared}.input_linear", [config.intermediate_size] * 2, last == "up_proj")
 
 
-FAMILY = Family(("GraniteMoeHybridForCausalLM",), read_config, find_stored=find_stored)
+FAMILY = Family(("GraniteMoeHybridForCausalLM",), read_config, find_stored=find_stored, find_gguf=find_mamba2)

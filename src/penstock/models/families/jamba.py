@@ -53,4 +53,4 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     return find_parts(config, name.replace(".mlp.", ".feed_forward."))
 
 
-FAMILY = Family(("JambaForCausalLM",), read_config, find_stored=find_stored)
+FAMILY = Family(("JambaForCausalLM",), read_config, find_stored=find_stored, find_gguf=find_parts)

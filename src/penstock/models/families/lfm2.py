@@ -83,11 +83,16 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     if name == "model.norm":
         return Stored("model.embedding_norm")
     layer, module = (".".join(part) for part in (name.split(".")[:3], name.split(".")[3:]))
+    return Stored(f"{layer}.{NAMES[module]}") if module in NAMES else find_parts(config, name)
+
+
+def find_parts(config: ModelConfig, name: str) -> Stored:
+    """Location of the parts of ``in_proj``."""
     parent, _, last = name.rpartition(".")
     if last in ("in_proj_b", "in_proj_c", "in_proj_x"):
         return part_of(f"{parent}.in_proj", [config.hidden_size] * 3, "bcx".index(last[-1]))
-    return Stored(f"{layer}.{NAMES[module]}" if module in NAMES else name)
+    return Stored(name)
 
 
-LFM2 = Family(("Lfm2ForCausalLM",), read_lfm2, find_stored=find_stored)
-LFM2_MOE = Family(("Lfm2MoeForCausalLM",), read_lfm2_moe, find_stored=find_stored)
+LFM2 = Family(("Lfm2ForCausalLM",), read_lfm2, find_stored=find_stored, find_gguf=find_parts)
+LFM2_MOE = Family(("Lfm2MoeForCausalLM",), read_lfm2_moe, find_stored=find_stored, find_gguf=find_parts)

@@ -84,5 +84,5 @@ def find_parts(config: ModelConfig, name: str) -> Stored:
     return Stored(name)
 
 
-MAMBA = Family(("MambaForCausalLM",), read_mamba, find_stored=find_stored)
-FALCON_MAMBA = Family(("FalconMambaForCausalLM",), read_falcon_mamba, find_stored=find_stored)
+MAMBA = Family(("MambaForCausalLM",), read_mamba, find_stored=find_stored, find_gguf=find_parts)
+FALCON_MAMBA = Family(("FalconMambaForCausalLM",), read_falcon_mamba, find_stored=find_stored, find_gguf=find_parts)

@@ -46,4 +46,4 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     return replace(stored, name=f"backbone.{rest}") if prefix == "model" else stored
 
 
-FAMILY = Family(("Mamba2ForCausalLM",), read_config, find_stored=find_stored)
+FAMILY = Family(("Mamba2ForCausalLM",), read_config, find_stored=find_stored, find_gguf=find_mamba2)

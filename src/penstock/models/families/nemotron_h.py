@@ -105,4 +105,4 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     return replace(stored, name=f"backbone.{stored.name.removeprefix('model.')}", other=stored.name)
 
 
-FAMILY = Family(("NemotronHForCausalLM",), read_config, find_stored=find_stored)
+FAMILY = Family(("NemotronHForCausalLM",), read_config, find_stored=find_stored, find_gguf=find_mamba2)

@@ -10,13 +10,12 @@ from penstock.checkpoint.decoder_options import NormOptions
 from penstock.checkpoint.experts_config import read_experts
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
-from penstock.checkpoint.state_config import GatedDeltaNetConfig
 from penstock.checkpoint.vision_config import QWEN3_5, with_mrope
 from penstock.core import Code, PenstockError
 
 from ..registry import Family, imported
-from ..stored import Stored, part_of
-from .qwen3_next import delta_net_config, find_convolution, layer_types
+from ..stored import Stored
+from .qwen3_next import delta_net_config, find_mtp, find_qkv, layer_types
 from .qwen3_vl import read_vision_config
 
 
@@ -67,22 +66,14 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     """Parts of ``in_proj_qkv`` and ``conv1d``; names in models with a vision tower."""
     if name.startswith("visual."):
         return Stored(f"model.{name}")
-    parent, _, last = name.rpartition(".")
-    net = config.state
-    assert isinstance(net, GatedDeltaNetConfig)
-    if last in ("in_proj_q", "in_proj_k", "in_proj_v"):
-        keys = net.key_heads * net.key_dim
-        sizes = [keys, keys, net.value_heads * net.value_dim]
-        stored = part_of(f"{parent}.in_proj_qkv", sizes, "qkv".index(last[-1]))
-    else:
-        stored = find_convolution(config, name)
+    stored = find_qkv(config, find_mtp(config, name))
     if config.has_vision and stored.name.startswith("model."):
         return replace(stored, name=f"model.language_model.{stored.name.removeprefix('model.')}")
     return stored
 
 
 BUILD = imported("penstock.models.vision.qwen3_vl:build")
-DENSE = Family(("Qwen3_5ForCausalLM",), read_config, find_stored=find_stored)
-MOE = Family(("Qwen3_5MoeForCausalLM",), read_moe_config, find_stored=find_stored)
+DENSE = Family(("Qwen3_5ForCausalLM",), read_config, find_stored=find_stored, find_gguf=find_qkv)
+MOE = Family(("Qwen3_5MoeForCausalLM",), read_moe_config, find_stored=find_stored, find_gguf=find_qkv)
 VISION = Family((QWEN3_5[0],), partial(read_vision, read_config), BUILD, find_stored=find_stored)
 VISION_MOE = Family((QWEN3_5[1],), partial(read_vision, read_moe_config), BUILD, find_stored=find_stored)

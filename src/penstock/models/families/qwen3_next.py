@@ -100,12 +100,29 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
         return interleaved(f"{parent}.in_proj_qkvz", net.key_heads, sizes, "qkvz".index(last[-1]))
     if last in ("in_proj_b", "in_proj_a"):
         return interleaved(f"{parent}.in_proj_ba", net.key_heads, [groups, groups], "ba".index(last[-1]))
-    return find_convolution(config, name)
+    return find_convolution(config, find_mtp(config, name))
+
+
+def find_gguf(config: ModelConfig, name: str) -> Stored:
+    """See ``Family.find_gguf``. Files have the queries, keys and values in one matrix, as checkpoints of Qwen3.5."""
+    if name.endswith((".in_proj_b", ".in_proj_a")):
+        return find_stored(config, name)
+    return find_qkv(config, name)
+
+
+def find_qkv(config: ModelConfig, name: str) -> Stored:
+    """Parts of ``in_proj_qkv``, ``conv1d``, and ``q_proj`` with the output gate."""
+    parent, _, last = name.rpartition(".")
+    net = config.state
+    assert isinstance(net, GatedDeltaNetConfig)
+    if last not in ("in_proj_q", "in_proj_k", "in_proj_v"):
+        return find_convolution(config, name)
+    keys = net.key_heads * net.key_dim
+    return part_of(f"{parent}.in_proj_qkv", [keys, keys, net.value_heads * net.value_dim], "qkv".index(last[-1]))
 
 
 def find_convolution(config: ModelConfig, name: str) -> Stored:
-    """Parts of ``conv1d``, and of ``q_proj`` with the output gate; modules of the MTP layer."""
-    name = find_mtp(config, name)
+    """Parts of ``conv1d``, and of ``q_proj`` with the output gate."""
     parent, _, last = name.rpartition(".")
     net = config.state
     assert isinstance(net, GatedDeltaNetConfig)
@@ -139,4 +156,4 @@ def interleaved(name: str, heads: int, sizes: list[int], number: int) -> Stored:
     return Stored(name, heads * size, ranges)
 
 
-FAMILY = Family(("Qwen3NextForCausalLM",), read_config, find_stored=find_stored)
+FAMILY = Family(("Qwen3NextForCausalLM",), read_config, find_stored=find_stored, find_gguf=find_gguf)

@@ -19,7 +19,7 @@ from penstock.core.errors import invalid
 from penstock.core.json_files import read_text_file
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.ops import QuantizedWeight
-from penstock.quant import CheckpointFormat
+from penstock.quant import CheckpointFormat, StackedSource, TensorSource
 
 from ..stored import Stored
 from .tensor_files import TensorFile, open_tensors
@@ -142,11 +142,15 @@ class Checkpoint:
         return self._file(name).shape(self.stored_name(name))
 
     def format_of(self, name: str) -> Format:
-        return self._format.format_of(self, name) if self._format else UNQUANTIZED
+        return self._format.format_of(self._source(name), name) if self._format else UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
         assert self._format
-        return self._format.read(self, name, outputs, inputs, rows)
+        return self._format.read(self._source(name), name, outputs, inputs, rows)
+
+    def _source(self, name: str) -> TensorSource:
+        weight = f"{name}.weight"
+        return StackedSource(self) if self.has(weight) and len(self.shape(weight)) == 3 else self
 
     def stored_name(self, name: str) -> str:
         """The name of a tensor in the files."""

@@ -29,6 +29,11 @@ class _Part:
     projections: int
     """Number of projections per expert in the tensor."""
 
+    @property
+    def matrix(self) -> str:
+        """Name of the tensor without ``.weight``, as a quantized matrix."""
+        return self.tensor.removesuffix(".weight")
+
 
 class FusedExperts:
     """``layers.Weights`` with a name for each expert's matrix, ``experts.3.gate_proj.weight``, even if ``base`` has a
@@ -78,8 +83,11 @@ class FusedExperts:
         return kind == "weight" or self._base.has(f"{part.tensor}_{kind}")
 
     def format_of(self, name: str) -> Format:
-        part = self._find(name)
-        return self._base.format_of(part.tensor if part else name)
+        """See ``layers.Weights.format_of``. Experts have a scale per output, whatever the tensor has."""
+        if (part := self._find(name)) is None:
+            return self._base.format_of(name)
+        format = self._base.format_of(part.matrix)
+        return replace(format, rows_per_scale=1) if format.bits else format
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
         """See ``layers.Weights.read_quantized``. The experts are stacked in one matrix."""
@@ -88,14 +96,14 @@ class FusedExperts:
         if self._last is None or self._last[:2] != (part.tensor, part.expert):
             size = outputs * part.projections
             expert_rows = part.expert * size, (part.expert + 1) * size
-            found = self._base.read_quantized(part.tensor, self._num_experts * size, inputs, expert_rows)
+            found = self._base.read_quantized(part.matrix, self._num_experts * size, inputs, expert_rows)
             self._last = part.tensor, part.expert, found  # the next call usually reads the same expert's up projection
         expert = self._last[2]
         chosen = range(outputs * part.projections)[self._outputs(part, outputs)][rows[0] : rows[1]]
         step = slice(chosen.start, chosen.stop, chosen.step)
         if isinstance(expert, Tensor):
             return expert[step]
-        assert expert.format.rows_per_scale == 1
+        expert = expert.with_scale_per_output()
         offsets = None if expert.offsets is None else expert.offsets[step]
         return replace(expert, values=expert.values[step], scales=expert.scales[step], offsets=offsets)
 
@@ -105,9 +113,8 @@ class FusedExperts:
             return None
         number = self._projections.index(found[3])
         tensor = f"{found[1].removesuffix('experts')}{self._layout.tensors[number == 2]}"
-        if not self._base.has(tensor) and not self._base.format_of(tensor).bits:
-            return None
-        return _Part(tensor, int(found[2]), number % 2, 1 if number == 2 else 2)
+        part = _Part(tensor, int(found[2]), number % 2, 1 if number == 2 else 2)
+        return part if self._base.has(tensor) or self._base.format_of(part.matrix).bits else None
 
     def _outputs(self, part: _Part, size: int) -> slice:
         """The slice of an expert's outputs that belongs to a projection with ``size`` outputs."""

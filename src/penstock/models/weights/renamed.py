@@ -55,14 +55,32 @@ class RenamedWeights:
         return stored, stored_name
 
     def format_of(self, name: str) -> Format:
-        return self._base.format_of(self._find(name).name)
+        """See ``layers.Weights.format_of``. A matrix that shares blocks of scales with another matrix in the same
+        tensor has a scale per output."""
+        stored, module = self._located_matrix(name)
+        format = self._base.format_of(module)
+        block, bounds = format.rows_per_scale, {bound for each in stored.ranges for bound in each} - {stored.total}
+        if block > 1 and any(bound % block for bound in bounds):
+            return replace(format, rows_per_scale=1)
+        return format
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        stored = self._find(name)
+        stored, module = self._located_matrix(name)
         if not stored.ranges:
-            return self._base.read_quantized(stored.name, outputs, inputs, rows)
-        parts = [self._base.read_quantized(stored.name, stored.total, inputs, each) for each in stored.rows(rows)]
+            return self._base.read_quantized(module, outputs, inputs, rows)
+        parts = [self._base.read_quantized(module, stored.total, inputs, each) for each in stored.rows(rows)]
         return parts[0] if len(parts) == 1 else _stack(parts)
+
+    def stored_matrix(self, name: str) -> str:
+        """The name in ``base`` of the tensor that contains a matrix, without ``.weight``."""
+        return self._located_matrix(name)[1]
+
+    def _located_matrix(self, name: str) -> tuple[Stored, str]:
+        """Location of a matrix, which may be quantized, and its name in ``base``."""
+        stored = self._find(name)
+        if not stored.other or self._base.format_of(stored.name).bits or self._base.has(f"{stored.name}.weight"):
+            return stored, stored.name
+        return stored, stored.other
 
 
 def _stack(parts: list[QuantizedWeight | Tensor]) -> QuantizedWeight | Tensor:
@@ -71,10 +89,14 @@ def _stack(parts: list[QuantizedWeight | Tensor]) -> QuantizedWeight | Tensor:
     if isinstance(first, Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    block = first.format.rows_per_scale
+    is_uneven = block > 1 and any(len(part.values) % block for part in quantized[:-1])
+    if is_uneven or any(part.format != first.format for part in quantized):
+        quantized = [part.with_scale_per_output() for part in quantized]
     offsets = [part.offsets for part in quantized if part.offsets is not None]
     return replace(
-        first,
+        quantized[0],
         values=torch.cat([part.values for part in quantized]),
-        scales=torch.cat([part.scales for part in quantized]),
+        scales=torch.cat([part.scales for part in quantized]) if block else first.scales,  # one scale for the tensor
         offsets=torch.cat(offsets) if offsets else None,
     )
