@@ -13,7 +13,7 @@ class Routing:
 
     top_k: int
     """Number of experts per token."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     """Function from logits to scores."""
     renormalize: bool = False
     """Divide the scores of the chosen experts by their sum."""

@@ -104,11 +104,14 @@ def attention(
     options: AttentionOptions,
     out: Tensor | None = None,
     row: int = 0,
+    parts: int = 1,
 ) -> Tensor:
     """See ``reference.attention``. Returns ``[tokens, heads * latent]`` for a latent cache.
 
     Args:
-        row: elements between the vectors of a latent cache, if ``metadata`` is a result of ``select_keys``; else 0.
+        row: elements between the vectors of a latent cache, if ``metadata`` is a result of ``select_keys`` or
+            ``select_entries``; else 0.
+        parts: vectors of a slot, with ``row``.
     """
     spec, heads = cache.spec, q.shape[1]
     out = empty((q.shape[0], heads * (spec.latent or spec.head_dim)), q.dtype) if out is None else out
@@ -137,6 +140,7 @@ def attention(
         0 if metadata.key_ends is None else metadata.key_ends.data_ptr(),
         options.chunked,
         row,
+        parts,
     )
     return out
 
