@@ -87,6 +87,8 @@ class ExpertsConfig:
     """Intermediate size of the separate experts for image tokens (ERNIE 4.5 VL); 0: no separate experts."""
     fused: FusedLayout = field(default_factory=FusedLayout)
     """Layout of fused experts; ignored for checkpoints with a tensor per expert."""
+    hash_layers: frozenset[int] = frozenset()
+    """Layers that choose experts by token id (DeepSeek-V4): tensor ``gate.tid2eid`` of the module."""
 
     @property
     def by_modality(self) -> bool:

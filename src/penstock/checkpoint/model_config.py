@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from penstock.core import Code, PenstockError
 
+from .compressed_config import CompressedConfig
 from .config_defaults import CLASSIFIER
 from .decoder_options import DecoderOptions
 from .encoders import EncoderConfig, architecture_name, encoder_prefix, is_classifier, num_labels
@@ -86,6 +87,8 @@ class ModelConfig:
     """Mixture of experts; None for dense models."""
     latent: LatentConfig | None = None
     """Multi-head latent attention; None: grouped-query attention."""
+    compressed: CompressedConfig | None = None
+    """Compressed attention and hyper-connections (DeepSeek-V4); None: not used."""
     layer_kinds: tuple[LayerKind, ...] = ()
     """Kind of each layer; empty: attention in all layers."""
     state: StateConfig | None = None
@@ -134,6 +137,8 @@ class ModelConfig:
         """Number of rotated elements per head."""
         if self.latent:
             return self.latent.qk_rope_head_dim
+        if self.compressed:
+            return self.compressed.rope_dim
         if self.rope_parameters["rope_type"] == "proportional":  # this type has frequencies for the whole head
             return self.checkpoint_head_dim
         return int(self.checkpoint_head_dim * self.options.partial_rotary_factor)

@@ -1,11 +1,13 @@
 """Layers of models: attention, MLP, mixture of experts, norms, embeddings, LoRA."""
 
 from .attention import Attention, AttentionLayer, QKNormLayers
+from .compressed_attention import CompressedAttention
 from .context import BuildContext, BuildOptions, PackedWeights, Weights
 from .encoder import BidirectionalAttention
 from .expert_load import ExpertLoad
 from .gated_convolution import GatedConvolution
 from .gated_delta_net import GatedDeltaNet
+from .hyper_connections import StreamWeights
 from .kimi_delta import KimiDeltaAttention
 from .latent_attention import LatentAttention
 from .lightning import LightningAttention

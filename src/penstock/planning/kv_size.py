@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.checkpoint.kv_spec import ITEM_BYTES, KV_QUANTIZATION, SCALE_BYTES, KVSpec
 from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format, Scheme, is_sensitive_layer
@@ -100,6 +100,8 @@ def kv_specs(
     heads, quantization = math.ceil(size.num_kv_heads / ranks), KV_QUANTIZATION[kv_cache_dtype]
     elements, computed = size.kv_dim + size.index_dim, _computed_dtype(size, dtype)
     spec = KVSpec(heads, elements, computed, block_size, quantization, latent=size.latent, index_dim=size.index_dim)
+    if size.entry_dims:
+        return [replace(spec, head_dim=size.kv_dim + extra, index_dim=extra) for extra in size.entry_dims]
     if size.encoder:  # the layers of an encoder share one KV cache
         return [spec]
     layers = (size.num_layers if size.num_kv_layers < 0 else size.num_kv_layers) + (size.num_mtp_layers if mtp else 0)

@@ -46,7 +46,7 @@ def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -
         )
         raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
     _check_vision(options, config, speculative)
-    if config.state:
+    if config.state or config.compressed:
         _check_states(options, config, speculative)
     if config.latent and config.latent.indexer and options.kv_cache_dtype != "auto":
         message = (
@@ -54,6 +54,8 @@ def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -
             "attention stores index keys unquantized; use auto"
         )
         raise PenstockError(Code.UNSUPPORTED, message, "kv_cache_dtype")
+    if config.compressed:
+        _check_compressed(options, config)
     _check_ranks(options, config)
     return options
 
@@ -95,6 +97,27 @@ def _check_states(options: EngineOptions, config: ModelConfig, speculative: Spec
     for name, (is_given, reason) in unsupported.items():
         if is_given:
             message = f"{name}: {getattr(options, name)} is not supported for {config.architecture}: {reason}"
+            raise PenstockError(Code.UNSUPPORTED, message, name)
+
+
+def _check_compressed(options: EngineOptions, config: ModelConfig) -> None:
+    """Raise ``PenstockError`` (``unsupported``) for options that models with compressed attention do not support."""
+    assert config.compressed
+    groups = config.compressed.groups
+    unsupported = {
+        "pipeline_parallel_size": (options.pipeline_parallel_size > 1, "use tensor_parallel_size"),
+        "tensor_parallel_size": (
+            groups % options.tensor_parallel_size > 0,
+            f"it must divide the number of groups of heads (o_groups), {groups}",
+        ),
+        "kv_cache_dtype": (options.kv_cache_dtype != "auto", "compressed entries are not quantized; use auto"),
+        "enable_lora": (options.enable_lora, "remove this option"),
+        "lora_modules": (bool(options.lora_modules), "remove this option"),
+        "role": (options.role != "mixed", "remove this option"),
+    }
+    for name, (is_given, advice) in unsupported.items():
+        if is_given:
+            message = f"{name}: {getattr(options, name)} is not supported for {config.architecture}: {advice}"
             raise PenstockError(Code.UNSUPPORTED, message, name)
 
 

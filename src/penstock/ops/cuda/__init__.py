@@ -12,16 +12,23 @@ import triton
 from penstock.core import Code, PenstockError
 
 from ..reference import (
+    collapse_streams,
+    compress,
+    compressed_attention,
     concatenate,
     count_experts,
     empty,
     gated_delta_rule,
     gated_rms_norm,
+    hyper_weights,
     lightning_attention,
+    mix_streams,
     multiply,
     multiply_gate,
     place_experts,
     rg_lru,
+    rotate_tail,
+    select_entries,
     selective_scan,
     short_convolution,
     state_space,

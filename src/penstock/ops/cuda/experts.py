@@ -53,8 +53,15 @@ def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
     return Experts(stacked, first, len(matrices), sizes["values"], sizes.get("scales", 0))
 
 
-def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See ``reference.select_experts``."""
+def select_experts(
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See ``reference.select_experts``. Without hash routing and the scores of DeepSeek-V4, which runs only on CPUs."""
+    assert table is None and routing.scores in ("softmax", "sigmoid")
     tokens, experts = logits.shape
     ids = logits.new_empty((tokens, routing.top_k), dtype=torch.int64)
     weights = logits.new_empty((tokens, routing.top_k))
