@@ -1,6 +1,8 @@
 """DeepSeek-V4 (DeepSeek-AI, 2026): compressed attention, hyper-connections, and experts chosen by token id in the first
 layers."""
 
+from dataclasses import replace
+
 from penstock.checkpoint.compressed_config import read_compressed_config
 from penstock.checkpoint.experts_config import ExpertsConfig, Routing
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
@@ -30,21 +32,20 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     size = int(raw["moe_intermediate_size"])
     config = dense_config(
         {**raw, "intermediate_size": size, "num_key_value_heads": 1},
-        raw=raw,
         num_mtp_layers=0,
         sliding_windows=(int(raw["sliding_window"]),) * int(raw["num_hidden_layers"]),
     )
     compressed = read_compressed_config(raw, config.head_dim, config.num_heads, config.num_layers)
     factor = compressed.rope_dim / config.head_dim
-    overrides = {
-        "compressed": compressed,
-        "layer_kinds": tuple("attention" if kind == "none" else "both" for kind in compressed.kinds),
-        "rope_parameters": compressed.rope,
-        "local_rope_parameters": compressed.window_rope,
-        "experts": _read_experts(raw, config.num_layers, size),
-        "options": options_of(raw, activation="swiglu10", partial_rotary_factor=factor),
-    }
-    return ModelConfig(**{**{name: getattr(config, name) for name in config.__dataclass_fields__}, **overrides})
+    return replace(
+        config,
+        compressed=compressed,
+        layer_kinds=tuple("attention" if kind == "none" else "both" for kind in compressed.kinds),
+        rope_parameters=compressed.rope,
+        local_rope_parameters=compressed.window_rope,
+        experts=_read_experts(raw, config.num_layers, size),
+        options=options_of(raw, activation="swiglu10", partial_rotary_factor=factor),
+    )
 
 
 def _read_experts(raw: ConfigJson, layers: int, size: int) -> ExpertsConfig:
