@@ -29,10 +29,13 @@ from transformers import DeepseekV4Config, PreTrainedModel, Qwen3Config
 
 from penstock.checkpoint.config_json import read_config_json
 from penstock.checkpoint.experts_config import Routing
+from penstock.config.options import EngineOptions
 from penstock.core import PenstockError
+from penstock.engine.engine import Engine
 from penstock.frontend.llm import LLM
 from penstock.models import read_config
-from penstock.ops import AttentionMetadata, Batch, KVSpec, StateBatch, reference
+from penstock.models.loader import LoadOptions, load_model
+from penstock.ops import AttentionMetadata, Batch, KVSpec, StateBatch, backend, reference
 from penstock.ops.compressed import Compression
 from penstock.planning.kv_size import kv_specs, weight_bytes
 from penstock.planning.model_size import model_size_of, state_specs_of
@@ -83,10 +86,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "o_groups": 4,
     },
-    "rates 1 and 2, softmax, last layer without entries": {
+    "rates 1 and 2, last layer without entries": {
         "compress_rates": {CSA: 1, HCA: 2},
         "layer_types": [CSA, HCA, SLIDING, SLIDING],
-        "scoring_func": "softmax",
         "hc_sinkhorn_iters": 3,
         "index_topk": 33,
     },
@@ -230,7 +232,7 @@ def test_unsupported_options_are_refused_by_name(options: dict[str, Any], tmp_pa
     save_v4(tmp_path)
     (tmp_path / "model.safetensors").unlink()  # the options are checked before weights are read
     with pytest.raises(PenstockError, match=f"{next(iter(options))}.*not supported for DeepseekV4ForCausalLM"):
-        LLM(tmp_path, **OPTIONS | options)
+        Engine(EngineOptions(**{"model": str(tmp_path)} | OPTIONS | options))
 
 
 @pytest.mark.parametrize(
@@ -270,15 +272,10 @@ def test_planned_sizes_equal_those_of_the_model(name: str, tmp_path: Path) -> No
     counted = [each for part, each in model.named_parameters() if each.dim() > 1 and not part.endswith("position_bias")]
     size = model_size_of(read_config_json(tmp_path))
     assert weight_bytes(size, dtype="float32") == 4 * sum(each.numel() for each in counted)
-    loaded = LLM(tmp_path, **OPTIONS).engine
     config = read_config(tmp_path)
-    from penstock.models.loader import LoadOptions, load_model
-    from penstock.ops import backend
-
     built = load_model(tmp_path, backend(CPU, "cpu"), LoadOptions(dtype=torch.float32), config)
     assert kv_specs(size, 16, dtype="float32") == built.kv_specs(16)
     assert list(state_specs_of(config)) == built.state_specs()
-    loaded.close()
 
 
 # --- Kernels ---------------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ class CompressedAttention:
 
         def mixed(out: Tensor | None) -> Tensor:
             by_group = None if out is None else out.unflatten(-1, (self._groups, -1))
-            groups = attended.view(attended.shape[0], self._groups, -1)
+            groups = attended.flatten(1).unflatten(1, (self._groups, -1))
             return ops.linear_by_head(groups, self._outputs_of_groups, by_group).flatten(1)
 
         gathered = self._group.all_gather(mixed, attended.shape[0], self._mixed, self._dtype)

@@ -121,7 +121,8 @@ def size_of(config: ModelConfig) -> ModelSize:
     attentions = num_kv * attention + _indexers(config)
     if compressed:
         each = (compressed.num_weights(layer, hidden, config.num_heads) for layer in range(layers))
-        attentions, absorbed = sum(each), config.num_heads * compressed.head_dim * compressed.group_rank
+        attentions = sum(each) + compressed.hyper.streams**2 * hidden  # and those of the head's weights of streams
+        absorbed = config.num_heads * compressed.head_dim * compressed.group_rank
     layer_weights = attentions + state_weights + plain * dense + num_sparse * sparse
     stored, shares = stored_format(quantization_config_of(raw)), _gguf_shares(raw, "layers")
     if stored.is_mxfp4:

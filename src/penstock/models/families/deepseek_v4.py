@@ -14,7 +14,7 @@ from ..stored import Stored
 
 SUPPORTED = {"hidden_act": "silu", "swiglu_limit": 10.0, "mlp_bias": False, "attention_bias": False, "n_shared_experts": 1}
 """Fields → the only supported value."""
-SCORES = ("sqrtsoftplus", "softmax", "sigmoid")
+SCORES = ("sqrtsoftplus", "sigmoid")
 SHARED = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """Projections of the shared expert, in ``GatedMLP`` → in the checkpoint."""
 TOP_LEVEL = {"model.embed_tokens": "embed", "lm_head": "head"}
