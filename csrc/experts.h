@@ -101,9 +101,9 @@ inline void route_token(const Router& a, int64_t token) {
   f32x16 totals = {};
   for_each_16(n, [&](int64_t i, auto count) {
     const f32x16 x = get(logits + i, count);
-    const f32x16 e = a.function == Scores::softmax ? exp(x - maximum)
+    const f32x16 e = a.function == Scores::softmax   ? exp(x - maximum)
                      : a.function == Scores::sigmoid ? broadcast(1.0f) / (exp(-x) + 1.0f)
-                                                      : softplus(x);
+                                                     : softplus(x);
     put(scores.data() + i, e, count);
     totals += load_n(scores.data() + i, count);
   });

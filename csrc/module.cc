@@ -304,8 +304,8 @@ void route(Address logits, Address bias, Address ids, Address weights, int64_t t
            bool renormalize, Address token_ids, Address table) {
   submit_rows(tokens, &Kernels::router,
               Router{ptr<float>(logits), ptr<float>(bias), ptr<int64_t>(ids), ptr<float>(weights), experts, top_k, groups,
-                     top_groups, scale, min_sum, added_sum, Scores(function), sum_top2, renormalize,
-                     ptr<int64_t>(token_ids), ptr<int64_t>(table)});
+                     top_groups, scale, min_sum, added_sum, Scores(function), sum_top2, renormalize, ptr<int64_t>(token_ids),
+                     ptr<int64_t>(table)});
 }
 
 void count_experts(Address ids, Address counts, int64_t tokens, int64_t top_k) {
@@ -639,13 +639,14 @@ void select_keys(Address q, Address weights, Address cache, Address block_tables
         lasts[token] = ptr<int32_t>(lengths)[sequence] - (first[sequence + 1] - token) + 1;
         ends[token] = rate ? int32_t(lasts[token] / rate) : window ? 0 : lasts[token];
         ptr<int32_t>(starts)[token] = token;
-        ptr<int32_t>(counts)[token] = int32_t(std::min<int64_t>(lasts[token], window) + std::min<int64_t>(ends[token], top_k));
+        ptr<int32_t>(counts)[token] =
+            int32_t(std::min<int64_t>(lasts[token], window) + std::min<int64_t>(ends[token], top_k));
       }
     ptr<int32_t>(starts)[tokens] = int32_t(tokens);
-    auto args = make<SelectKeys>(ptr<void>(q), ptr<float>(weights), ptr<void>(cache), ptr<int32_t>(block_tables),
-                                 sequence_of.data(), ends.data(), nullptr, offsets.data(), nullptr, ptr<int32_t>(slots),
-                                 heads, dim, row, block_size, table_width, top_k, scale, Type(type), rate, window, parts,
-                                 lasts.data());
+    auto args =
+        make<SelectKeys>(ptr<void>(q), ptr<float>(weights), ptr<void>(cache), ptr<int32_t>(block_tables), sequence_of.data(),
+                         ends.data(), nullptr, offsets.data(), nullptr, ptr<int32_t>(slots), heads, dim, row, block_size,
+                         table_width, top_k, scale, Type(type), rate, window, parts, lasts.data());
     for (int64_t begin = 0, end; begin < tokens; begin = end) {
       int64_t scores = 0;
       tiles.clear();

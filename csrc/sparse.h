@@ -43,7 +43,8 @@ void score_positions(const SelectKeys& a, int64_t task) {
       for (int64_t i = 0; i < filled; i += 4) {
         memset(entries, 0, 4 * dim * sizeof(T));
         for (int64_t j = 0; j < std::min<int64_t>(4, filled - i); j++)
-          memcpy(entries + j * dim, (const T*)a.cache + (entry_slot(a, table, at + i + j) + 1) * a.row - dim, dim * sizeof(T));
+          memcpy(entries + j * dim, (const T*)a.cache + (entry_slot(a, table, at + i + j) + 1) * a.row - dim,
+                 dim * sizeof(T));
         transpose_keys<K>(entries, dim, dim, (uint32_t*)keys + i);
       }
     }

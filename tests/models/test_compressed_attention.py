@@ -1,4 +1,4 @@
-"""Compressed attention and hyper-connections: DeepSeek-V4 compared with transformers, and kernels with the reference ops.
+"""Compressed attention and hyper-connections: DeepSeek-V4 compared with transformers, and kernels with reference ops.
 
 transformers' top-k breaks ties in any order, and scores of zero are frequent with few index heads. The tests therefore
 replace ``Tensor.topk`` in its indexer by a stable sort: of equal scores, the first entries are selected.
@@ -267,7 +267,7 @@ def test_hash_table_with_unknown_experts_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_planned_sizes_equal_those_of_the_model(name: str, tmp_path: Path) -> None:
+def test_plan_has_the_sizes_of_the_loaded_model(name: str, tmp_path: Path) -> None:
     model = save_v4(tmp_path, **CONFIGS[name])
     counted = [each for part, each in model.named_parameters() if each.dim() > 1 and not part.endswith("position_bias")]
     size = model_size_of(read_config_json(tmp_path))
@@ -285,8 +285,8 @@ def test_planned_sizes_equal_those_of_the_model(name: str, tmp_path: Path) -> No
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds)
 def test_entries_and_attention_match_reference(seed: int) -> None:
-    """Computes random batches of random sequences twice: at once, and in two steps, of which the second may accept drafts
-    of the first. Entries have the same bits."""
+    """Computes random batches of random sequences twice: at once, and in two steps, of which the second may accept
+    drafts of the first. Entries have the same bits."""
     rng = Random(seed)
     dtype, dim, rope = rng.choice(DTYPES), rng.choice((16, 48, 512)), 16
     index_dim, rate, window = rng.choice((0, 16, 128)), rng.choice((1, 2, 4, 5, 128)), rng.choice((1, 7, 40))
@@ -313,7 +313,9 @@ def test_entries_and_attention_match_reference(seed: int) -> None:
         states |= {each.inputs: torch.zeros(slots, drafts, 2 * each.channels, dtype=dtype) for each in sizes}
         return cache, states
 
-    def step(ops: Any, cache: Any, states: dict[str, Tensor], first: list[int], end: list[int], accepted: int, kept: int) -> None:
+    def step(
+        ops: Any, cache: Any, states: dict[str, Tensor], first: list[int], end: list[int], accepted: int, kept: int
+    ) -> None:
         """Compute tokens from ``first`` to ``end`` of each sequence, the last ``kept`` of which are drafts."""
         count = len(lengths)
         at = [torch.arange(a, b) for a, b in zip(first, end, strict=True)]
@@ -332,7 +334,9 @@ def test_entries_and_attention_match_reference(seed: int) -> None:
         )
         now = Batch(slots, torch.cat(at), slots, metadata, slots, metadata, states=given)
         for each, (bias, norm), x in zip(sizes, weights, inputs, strict=True):
-            rows = torch.cat([x[starts[i] + a : starts[i] + b] for i, (a, b) in enumerate(zip(first, end, strict=True))])
+            rows = torch.cat(
+                [x[starts[i] + a : starts[i] + b] for i, (a, b) in enumerate(zip(first, end, strict=True))]
+            )
             ops.compress(rows, each, bias, norm, table, cache, states, now)
         own = torch.cat([keys[starts[i] + a : starts[i] + b] for i, (a, b) in enumerate(zip(first, end, strict=True))])
         identity = torch.cat((torch.ones(rope // 2), torch.zeros(rope // 2)))[None]
@@ -430,7 +434,11 @@ def test_rotation_of_tails_matches_reference(seed: int) -> None:
     rng = Random(seed)
     dtype, tokens, heads, dim = rng.choice(DTYPES), rng.randint(1, 5), rng.randint(1, 5), rng.choice((16, 48, 512))
     rotary = rng.choice((2, 10, 16))
-    x, table, positions = randn(seed, tokens, heads, dim, dtype=dtype), randn(seed, 9, rotary), torch.randint(0, 9, (tokens,))
+    x, table, positions = (
+        randn(seed, tokens, heads, dim, dtype=dtype),
+        randn(seed, 9, rotary),
+        torch.randint(0, 9, (tokens,)),
+    )
     for inverse in (False, True):
         got, expected = x.clone(), x.clone()
         cpu.rotate_tail(got, positions, table, inverse)
@@ -464,5 +472,3 @@ def test_entries_do_not_depend_on_threads(tmp_path: Path) -> None:
     finally:
         cpu.set_threads(before)
     assert found[0] == found[1]
-
-

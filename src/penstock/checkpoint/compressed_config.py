@@ -13,8 +13,8 @@ from .rope import rope_parameters_of
 from .state_spec import StateSpec, StateTensor
 
 EntryKind = Literal["none", "all", "selected"]
-"""Compressed entries of a layer: none (sliding window only), entries to which all later queries attend (heavily compressed
-attention, HCA), or entries that an indexer selects (compressed sparse attention, CSA)."""
+"""Compressed entries of a layer: none (sliding window only), entries to which all later queries attend (heavily
+compressed attention, HCA), or entries that an indexer selects (compressed sparse attention, CSA)."""
 KINDS: dict[str, EntryKind] = {
     "sliding_attention": "none",
     "heavily_compressed_attention": "all",
@@ -106,8 +106,10 @@ class CompressedConfig:
 def read_compressed_config(raw: Mapping[str, Any], head_dim: int, num_heads: int, layers: int) -> CompressedConfig:
     """Read the settings. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for a missing or invalid field, and
     ``PenstockError`` (``unsupported``) for sizes that the kernels do not support."""
-    names = ("sliding_window", "q_lora_rank", "o_groups", "o_lora_rank", "index_topk", "index_n_heads", "index_head_dim")
-    names = (*names, "hc_mult", "hc_sinkhorn_iters")
+    names = (
+        *("sliding_window", "q_lora_rank", "o_groups", "o_lora_rank", "index_topk", "index_n_heads", "index_head_dim"),
+        *("hc_mult", "hc_sinkhorn_iters"),
+    )
     sizes = {name: int(raw[name]) for name in names}
     if bad := [name for name in names if sizes[name] < 1]:
         raise ValueError(f"{bad[0]} is {sizes[bad[0]]}; it must be positive")
@@ -175,7 +177,10 @@ def _kinds(raw: Mapping[str, Any], layers: int) -> tuple[EntryKind, ...]:
 
 def _rates(raw: Mapping[str, Any]) -> dict[EntryKind, int]:
     given: Mapping[str, Any] = raw.get("compress_rates") or {}
-    names = {"compressed_sparse_attention": ("compress_rate_csa", 4), "heavily_compressed_attention": ("compress_rate_hca", 128)}
+    names = {
+        "compressed_sparse_attention": ("compress_rate_csa", 4),
+        "heavily_compressed_attention": ("compress_rate_hca", 128),
+    }
     rates = {KINDS[name]: int(raw.get(old) or given.get(name) or default) for name, (old, default) in names.items()}
     if min(rates.values()) < 1:
         raise ValueError(f"compress_rates is {dict(given)!r:.80}; the numbers must be positive")
@@ -187,7 +192,9 @@ def _ropes(raw: Mapping[str, Any], factor: float) -> tuple[dict[str, Any], dict[
     ``compress``; published files have only those of layers with entries, with another base."""
     rope = rope_parameters_of(raw)
     if "main" in rope and "compress" in rope:
-        main, entries = ({"rope_type": each.get("type", "default")} | dict(each) for each in (rope["main"], rope["compress"]))
+        main, entries = (
+            {"rope_type": each.get("type", "default")} | dict(each) for each in (rope["main"], rope["compress"])
+        )
     else:
         main = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
         entries = {**rope, "rope_theta": float(raw["compress_rope_theta"])}

@@ -21,4 +21,4 @@ from .norm import LayerNorm, Norm, RMSNorm
 from .pooler import PoolerHead
 from .rg_lru import RGLRU
 from .rope import depends_on_length, rope_table
-from .state import StateLayer
+from .state import HasState, StateLayer

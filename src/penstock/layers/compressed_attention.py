@@ -1,4 +1,4 @@
-"""Compressed attention (DeepSeek-AI, 2026, "DeepSeek-V4"): a sliding window, and compressed entries of earlier tokens."""
+"""Compressed attention (DeepSeek-V4): a sliding window, and compressed entries of earlier tokens."""
 
 from __future__ import annotations
 
@@ -65,13 +65,14 @@ class EntryIndexer:
 
 
 class CompressedAttention:
-    """An ``AttentionLayer`` with one vector per token, which is key and value of all heads. Queries attend to the tokens
-    of a sliding window, and to compressed entries: all of them, or those that an indexer selects. A query attends to an
-    entry if it is not before the entry's last token. The output is rotated back by the query's position.
+    """An ``AttentionLayer`` with one vector per token, which is key and value of all heads (DeepSeek-AI, 2026,
+    "DeepSeek-V4"). Queries attend to the tokens of a sliding window, and to compressed entries: all of them, or those
+    that an indexer selects. A query attends to an entry if it is not before the entry's last token. The output is
+    rotated back by the query's position.
 
-    Heads are split among ranks; each rank computes and caches the vectors of all tokens. In a layer with entries, a token's
-    vector in the cache goes on with the entry that ends with this token, and its index key. The tokens of incomplete entries
-    are a recurrent state.
+    Heads are split among ranks; each rank computes and caches the vectors of all tokens. In a layer with entries, a
+    token's vector in the cache goes on with the entry that ends with this token, and its index key. The tokens of
+    incomplete entries are a recurrent state (``HasState``).
 
     Args:
         name: module in the checkpoint.
@@ -143,7 +144,11 @@ class CompressedAttention:
         return self._config.state_spec(self._layer, str(self._dtype).removeprefix("torch."))
 
     def kv_spec(self, block_size: int, quantization: str) -> KVSpec:
-        dtype, dim, entry = str(self._dtype).removeprefix("torch."), self._config.head_dim, self._config.entry_dim(self._layer)
+        dtype, dim, entry = (
+            str(self._dtype).removeprefix("torch."),
+            self._config.head_dim,
+            self._config.entry_dim(self._layer),
+        )
         return KVSpec(1, dim + entry, dtype, block_size, quantization, latent=dim, index_dim=entry)
 
     def __call__(

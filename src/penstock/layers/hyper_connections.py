@@ -11,8 +11,8 @@ from .context import BuildContext
 
 
 class StreamWeights:
-    """Weights to collapse the residual streams for a layer, to expand its output, and to mix the streams, all in float32
-    (manifold-constrained hyper-connections; Xie et al., 2026).
+    """Weights to collapse the residual streams for a layer, to expand its output, and to mix the streams, all in
+    float32 (manifold-constrained hyper-connections; Xie et al., 2026).
 
     Args:
         names: names of the matrix, ``[width, streams * hidden]``, the base and the scale in the checkpoint.

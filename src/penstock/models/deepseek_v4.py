@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.checkpoint.model_config import ModelConfig
 from penstock.core import Code, PenstockError
-from penstock.layers import BuildContext, CompressedAttention, MixtureOfExperts, StreamWeights
+from penstock.layers import BuildContext, CompressedAttention, HasState, MixtureOfExperts, StreamWeights
 from penstock.ops import Batch, LayerExport, TransferLayout
 
 from .decoder import Decoder
@@ -38,10 +38,10 @@ class HyperLayer(DecoderLayer):
             return StreamWeights(context, names, config.hidden_size, compressed.hyper, config.rms_norm_eps)
 
         self._attention_weights, self._mlp_stream_weights = weights("attn"), weights("ffn")
-        self._before_attention, self._before_mlp = (
+        self._attention_norm, self._experts_norm = (
             make_norm(context, config, f"{name}.{part}_norm", config.hidden_size) for part in ("attn", "ffn")
         )
-        self.attention = attention = CompressedAttention(
+        self.attention: CompressedAttention = CompressedAttention(
             context,
             f"{name}.attn",
             number,
@@ -51,7 +51,7 @@ class HyperLayer(DecoderLayer):
             max_position_embeddings=config.max_position_embeddings,
             eps=config.rms_norm_eps,
         )
-        self.state = attention if attention.has_state else None
+        self.state = None
         experts = feed_forward(context, config, number, f"{name}.mlp")
         assert isinstance(experts, MixtureOfExperts)
         self._experts = experts
@@ -62,12 +62,12 @@ class HyperLayer(DecoderLayer):
         """See ``DecoderLayer``. ``x`` are the residual streams, ``[tokens, streams * hidden]``; returns them twice."""
         ops, token_ids = self._ops, batch.token_ids
         collapsed, weights = self._attention_weights(x)
-        attended = self.attention(self._before_attention(collapsed), cache, batch, self._last, export)
+        attended = self.attention(self._attention_norm(collapsed), cache, batch, self._last, export)
         if self._last:
             x, weights, token_ids = (ops.index_select(each, batch.logits_indices) for each in (x, weights, token_ids))
         x = ops.mix_streams(attended, x, weights, self._streams)
         collapsed, weights = self._mlp_stream_weights(x)
-        x = ops.mix_streams(self._experts(self._before_mlp(collapsed), None, token_ids), x, weights, self._streams)
+        x = ops.mix_streams(self._experts(self._experts_norm(collapsed), None, token_ids), x, weights, self._streams)
         return x, x
 
 
@@ -94,6 +94,10 @@ class DeepseekV4(Decoder):
     ) -> DecoderLayer:
         return HyperLayer(context, self.config, number)
 
+    def _state_layers(self) -> list[HasState]:
+        attentions = (layer.attention for layer in self._layers if isinstance(layer, HyperLayer))
+        return [attention for attention in attentions if attention.has_state]
+
     def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
         return transfer_layouts(self.kv_specs(slot_tokens, quantization), slot_tokens)
 
@@ -109,6 +113,6 @@ class DeepseekV4(Decoder):
             streams = self._ops.concatenate(streams, x)
         if self._streams == 1:
             streams = self._ops.clone(x)
-        for layer, layer_cache, layer_export in zip(self._layers, cache, export or repeat(None)):
+        for layer, layer_cache, layer_export in zip(self._layers, cache, export or repeat(None), strict=False):
             streams, _ = layer(streams, None, layer_cache, batch, layer_export)
         return self._norm(self._head_weights(streams)[0])

@@ -60,7 +60,9 @@ def _hash_table(context: BuildContext, experts: ExpertsConfig, config: ModelConf
     tensor = f"{name}.gate.tid2eid"
     table = context.read_weight(tensor, config.vocab_size, experts.routing.top_k, as_stored=True).long()
     if table.min() < 0 or table.max() >= experts.num_experts:
-        message = f"tensor {tensor} has experts from {table.min()} to {table.max()}, but there are {experts.num_experts}"
+        message = (
+            f"tensor {tensor} has experts from {table.min()} to {table.max()}, but there are {experts.num_experts}"
+        )
         raise invalid("model", f"{message}; check the weights")
     return table.contiguous()
 

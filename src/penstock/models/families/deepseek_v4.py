@@ -2,6 +2,7 @@
 layers."""
 
 from dataclasses import replace
+from typing import Literal
 
 from penstock.checkpoint.compressed_config import read_compressed_config
 from penstock.checkpoint.experts_config import ExpertsConfig, Routing
@@ -12,9 +13,16 @@ from penstock.core import Code, PenstockError
 from ..registry import Family, imported
 from ..stored import Stored
 
-SUPPORTED = {"hidden_act": "silu", "swiglu_limit": 10.0, "mlp_bias": False, "attention_bias": False, "n_shared_experts": 1}
+SUPPORTED = {
+    "hidden_act": "silu",
+    "swiglu_limit": 10.0,
+    "mlp_bias": False,
+    "attention_bias": False,
+    "n_shared_experts": 1,
+}
 """Fields → the only supported value."""
-SCORES = ("sqrtsoftplus", "sigmoid")
+SCORES: dict[str, Literal["sqrtsoftplus", "sigmoid"]] = {"sqrtsoftplus": "sqrtsoftplus", "sigmoid": "sigmoid"}
+"""``scoring_func`` → ``Routing.scores``."""
 SHARED = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """Projections of the shared expert, in ``GatedMLP`` → in the checkpoint."""
 TOP_LEVEL = {"model.embed_tokens": "embed", "lm_head": "head"}
@@ -49,9 +57,14 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 
 
 def _read_experts(raw: ConfigJson, layers: int, size: int) -> ExpertsConfig:
-    scores, top_k, experts = str(raw["scoring_func"]), int(raw["num_experts_per_tok"]), int(raw["n_routed_experts"])
-    if scores not in SCORES:
-        raise ValueError(f"scoring_func is {scores!r:.40}; it must be one of {', '.join(SCORES)}")
+    top_k, experts, scores = (
+        int(raw["num_experts_per_tok"]),
+        int(raw["n_routed_experts"]),
+        SCORES.get(raw["scoring_func"]),
+    )
+    if scores is None:
+        message = f"must be one of {', '.join(SCORES)}"
+        raise ValueError(f"scoring_func is {raw['scoring_func']!r:.40}; it {message}")
     if not 1 <= top_k <= experts:
         raise ValueError(f"num_experts_per_tok is {top_k}; it must be from 1 to n_routed_experts ({experts})")
     hashed = raw.get("num_hash_layers")

@@ -113,8 +113,9 @@ def compressed_attention(
 def rotate_tail(x: Tensor, positions: Tensor, table: Tensor, inverse: bool = False) -> None:
     """See ``reference.rotate_tail``."""
     assert x.is_contiguous()
+    tokens, heads, dim = x.shape
     pointers = x.data_ptr(), positions.data_ptr(), table.data_ptr()
-    _kernels.rotate_tail(*pointers, *x.shape, table.shape[1], inverse, DTYPE_CODES[x.dtype])
+    _kernels.rotate_tail(*pointers, tokens, heads, dim, table.shape[1], inverse, DTYPE_CODES[x.dtype])
 
 
 def hyper_weights(logits: Tensor, base: Tensor, scale: Tensor, streams: int, iterations: int, eps: float) -> Tensor:
@@ -122,7 +123,7 @@ def hyper_weights(logits: Tensor, base: Tensor, scale: Tensor, streams: int, ite
     assert logits.is_contiguous() and logits.dtype is base.dtype is scale.dtype is torch.float32
     out = empty(logits.shape, torch.float32)
     pointers = logits.data_ptr(), base.data_ptr(), scale.data_ptr(), out.data_ptr()
-    _kernels.hyper_weights(*pointers, *logits.shape, streams, iterations, eps)
+    _kernels.hyper_weights(*pointers, logits.shape[0], logits.shape[1], streams, iterations, eps)
     return out
 
 

@@ -1,7 +1,8 @@
 """Compressed attention and hyper-connections (DeepSeek-AI, 2026, "DeepSeek-V4").
 
-The KV cache is a latent cache (``KVSpec.latent``): a token's vector begins with its key, which is also its value. In layers
-with compressed entries, the vector of the last token of an entry goes on with the entry, and its index key, if any.
+The KV cache is a latent cache (``KVSpec.latent``): a token's vector begins with its key, which is also its value. In
+layers with compressed entries, the vector of the last token of an entry goes on with the entry, and its index key, if
+any.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ def compress(
     """Compute and store the entries that end with tokens of this step.
 
     An entry is a weighted sum of the values of ``rate`` consecutive tokens, in each channel by the softmax of the gates
-    plus ``bias``; with ``overlap``, also of the tokens of the entry before, by other values and gates. It is normalized,
-    and its last elements are rotated to the position of its first token.
+    plus ``bias``; with ``overlap``, also of the tokens of the entry before, by other values and gates. It is
+    normalized, and its last elements are rotated to the position of its first token.
 
     Args:
-        x: values and gates, ``[tokens, 2 * channels]`` (``Compression.channels``). With ``overlap``, the first half of the
-            values, and of the gates, is for the next entry. Tokens may be strided.
+        x: values and gates, ``[tokens, 2 * channels]`` (``Compression.channels``). With ``overlap``, the first half of
+            the values, and of the gates, is for the next entry. Tokens may be strided.
         bias: ``[rate, channels]`` float32.
         norm: weights of an RMS norm, ``[dim]`` float32.
         table: rotary table (see ``rope``).
-        states: ``Compression.state``, ``[slots, span, 2 * channels]``: the last tokens, by position modulo ``span``; and
-            ``Compression.inputs``, those of drafts.
+        states: ``Compression.state``, ``[slots, span, 2 * channels]``: the last tokens, by position modulo ``span``;
+            and ``Compression.inputs``, those of drafts.
     """
     dim, rate, span, channels = sizes.dim, sizes.rate, sizes.span, sizes.channels
     entries = torch.zeros(len(x), dim, device=x.device)
@@ -130,9 +131,7 @@ def select_entries(
     return AttentionMetadata(torch.arange(tokens + 1, dtype=torch.int32), counts, slots)
 
 
-def compressed_attention(
-    q: Tensor, cache: Tensor, selection: AttentionMetadata, scale: float, sinks: Tensor
-) -> Tensor:
+def compressed_attention(q: Tensor, cache: Tensor, selection: AttentionMetadata, scale: float, sinks: Tensor) -> Tensor:
     """Attention of queries ``[tokens, heads, dim]`` to a result of ``select_entries``, with attention sinks (see
     ``AttentionOptions``). Keys are also the values. Returns ``[tokens, heads, dim]``."""
     dim, parts = q.shape[2], 2 if cache.shape[-1] > q.shape[2] else 1
@@ -162,7 +161,8 @@ def hyper_weights(logits: Tensor, base: Tensor, scale: Tensor, streams: int, ite
     Args:
         logits: ``[tokens, (2 + streams) * streams]`` float32: to collapse the streams, to expand the output of a layer,
             and to mix the streams, ``[in, out]``; or only the first, ``[tokens, streams]``.
-        base, scale: float32, added to the logits after the multiplication by the scale of their kind, ``[3]`` or ``[1]``.
+        base: added to the logits after the multiplication by the scale, float32.
+        scale: ``[3]`` float32, one for each kind of logits; ``[1]`` if there is one kind.
         iterations: number of iterations of Sinkhorn's algorithm, after which rows and columns of the last sum to 1.
 
     Returns weights in the order of ``logits``.
@@ -173,10 +173,10 @@ def hyper_weights(logits: Tensor, base: Tensor, scale: Tensor, streams: int, ite
         part * factor + added
         for part, factor, added in zip(logits.split(sizes, -1), scale, base.split(sizes), strict=True)
     ]
-    collapse = parts[0].sigmoid() + eps
+    collapse: Tensor = parts[0].sigmoid() + eps
     if len(parts) == 1:
         return collapse
-    mix = parts[2].unflatten(-1, (n, n)).softmax(-1) + eps
+    mix: Tensor = parts[2].unflatten(-1, (n, n)).softmax(-1) + eps
     mix = mix / (mix.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
         mix = mix / (mix.sum(-1, keepdim=True) + eps)
@@ -190,7 +190,8 @@ def collapse_streams(x: Tensor, weights: Tensor, streams: int) -> Tensor:
     Args:
         weights: result of ``hyper_weights``.
     """
-    return (x.float().unflatten(-1, (streams, -1)) * weights[:, :streams, None]).sum(1).to(x.dtype)
+    total: Tensor = (x.float().unflatten(-1, (streams, -1)) * weights[:, :streams, None]).sum(1)
+    return total.to(x.dtype)
 
 
 def mix_streams(x: Tensor, residual: Tensor, weights: Tensor, streams: int) -> Tensor:
@@ -204,4 +205,5 @@ def mix_streams(x: Tensor, residual: Tensor, weights: Tensor, streams: int) -> T
     """
     expand, mix = weights[:, streams:].split([streams, streams * streams], -1)
     mixed = mix.unflatten(-1, (streams, streams)).transpose(1, 2) @ residual.float().unflatten(-1, (streams, -1))
-    return (expand[:, :, None] * x.float()[:, None] + mixed).flatten(1).to(x.dtype)
+    total: Tensor = expand[:, :, None] * x.float()[:, None] + mixed
+    return total.flatten(1).to(x.dtype)
