@@ -15,11 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 import test_latent_attention
+import test_prefill_decode
 import torch
 from checkpoints import SMALL, save
 from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
-from test_exactness import STATES, answers, draw_engine, draw_request, run, start
+from test_exactness import NGRAM, STATES, answers, draw_engine, draw_request, run, start
 from test_families import GREEDY, OPTIONS, check
 from test_ops import DTYPES, NAMES, assert_close, cpu, draw_batch, kernels, randn, seeds
 from test_sparse_attention import slots_of
@@ -103,6 +104,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 CPU = torch.device("cpu")
+secret = test_prefill_decode.secret
 instruction_set = test_latent_attention.instruction_set
 
 
@@ -137,6 +139,16 @@ def save_v4(folder: Path, **sizes: Any) -> PreTrainedModel:
     model.save_pretrained(folder)
     model.set_experts_implementation("eager")
     return model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model, and in a folder a checkpoint of all kinds of layers, for the engines of ``test_exactness``."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    save(Qwen3Config(**SMALL | heads, head_dim=16, sliding_window=None), folder)
+    save_v4(folder / STATES, vocab_size=SMALL["vocab_size"])
+    return folder
 
 
 # --- Models ----------------------------------------------------------------------------------------------------------
@@ -196,25 +208,37 @@ def test_bits_do_not_depend_on_drafts_and_ranks(name: str, tmp_path: Path) -> No
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", [f"float32 none auto {STATES}", f"bfloat16 w8a8 auto {STATES}"])
-def test_outputs_do_not_depend_on_the_batch(kind: str, tmp_path: Path) -> None:
+def test_outputs_do_not_depend_on_the_batch(kind: str, checkpoint: Path) -> None:
     """Tests engines with random chunks, prefix caching, preemption, host and disk tiers, and drafts."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    save(Qwen3Config(**SMALL | heads, head_dim=16, sliding_window=None), tmp_path)  # draft model
-    save_v4(tmp_path / STATES, vocab_size=SMALL["vocab_size"])
     rng = Random(f"compressed:{kind}")
     requests = [msgspec.structs.replace(draw_request(rng, number), adapter="") for number in range(12)]
-    lone = start(tmp_path, kind, enable_prefix_caching=False, threads=1)
+    lone = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
     alone: dict[str, Any] = {}
     for request in requests:
         alone |= run(lone, [request])
     lone.close()
     for _ in range(4):
-        engine = draw_engine(rng, tmp_path, kind, len(requests), False, (1, 1))
+        engine = draw_engine(rng, checkpoint, kind, len(requests), False, (1, 1))
         assert run(engine, requests, rng) == alone
         engine.close()
-    engine = draw_engine(rng, tmp_path, kind, len(requests), True, (2, 1))
+    engine = draw_engine(rng, checkpoint, kind, len(requests), True, (2, 1))
     assert answers(engine, requests, rng) == alone
     engine.close()
+
+
+@pytest.mark.slow
+def test_prefill_and_decode_engines_answer_as_one_engine(checkpoint: Path, secret: str) -> None:
+    kind, rng = f"bfloat16 none auto {STATES}", Random("compressed:prefill")
+    requests = [msgspec.structs.replace(draw_request(rng, number), adapter="") for number in range(8)]
+    lone = start(checkpoint, kind)
+    alone = run(lone, requests)
+    lone.close()
+    cluster = test_prefill_decode.Cluster(checkpoint, kind, secret, rng, [{}], [{"speculative_config": NGRAM}])
+    try:
+        assert answers(cluster, requests, rng) == alone
+        assert cluster.counts("completed") > 0
+    finally:
+        cluster.close()
 
 
 @pytest.mark.parametrize(
@@ -224,7 +248,6 @@ def test_outputs_do_not_depend_on_the_batch(kind: str, tmp_path: Path) -> None:
         {"tensor_parallel_size": 4},
         {"kv_cache_dtype": "int8"},
         {"enable_lora": True},
-        {"role": "prefill"},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -9,8 +9,9 @@ MAX_LATENT: int
 MAX_LATENT_KEY: int
 """Largest key size of a latent cache."""
 MAX_BLOCK: int
-MAX_STREAMS: int
 """Largest number of tokens of a KV block."""
+MAX_STREAMS: int
+"""Largest number of residual streams."""
 MAX_KERNEL: int
 """Largest number of tokens that a short convolution sees."""
 BUILT: list[str]

@@ -113,7 +113,6 @@ def _check_compressed(options: EngineOptions, config: ModelConfig) -> None:
         "kv_cache_dtype": (options.kv_cache_dtype != "auto", "compressed entries are not quantized; use auto"),
         "enable_lora": (options.enable_lora, "remove this option"),
         "lora_modules": (bool(options.lora_modules), "remove this option"),
-        "role": (options.role != "mixed", "remove this option"),
     }
     for name, (is_given, advice) in unsupported.items():
         if is_given:
