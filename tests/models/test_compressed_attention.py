@@ -26,7 +26,7 @@ from test_ops import DTYPES, NAMES, assert_close, cpu, draw_batch, kernels, rand
 from test_sparse_attention import slots_of
 from test_state_families import NGRAMS, REPEATED, SEVERAL, outputs
 from torch import Tensor
-from transformers import DeepseekV4Config, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, DeepseekV4Config, FineGrainedFP8Config, PreTrainedModel, Qwen3Config
 
 from penstock.checkpoint.config_json import read_config_json
 from penstock.checkpoint.experts_config import Routing
@@ -40,6 +40,7 @@ from penstock.ops import AttentionMetadata, Batch, KVSpec, StateBatch, backend, 
 from penstock.ops.compressed import Compression
 from penstock.planning.kv_size import kv_specs, weight_bytes
 from penstock.planning.model_size import model_size_of, state_specs_of
+from penstock.quant.fp8 import pack
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 SIZES: dict[str, Any] = {
@@ -103,6 +104,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "no entries": {"layer_types": [SLIDING] * 4, "num_hidden_layers": 4},
 }
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of the positive codes of mxfp4."""
 CPU = torch.device("cpu")
 secret = test_prefill_decode.secret
 instruction_set = test_latent_attention.instruction_set
@@ -192,6 +195,45 @@ def test_published_names_and_fields_give_the_same_model(tmp_path: Path) -> None:
     assert outputs(tmp_path, GREEDY, REPEATED) == expected
 
 
+@pytest.mark.parametrize("experts", ["fp4", "fp8"])
+def test_quantized_checkpoint_matches_transformers(experts: str, tmp_path: Path) -> None:
+    """As published: experts in mxfp4 or fp8, and the other matrices in blocks of fp8, except those of compressors, the
+    weights of index heads and routers."""
+    model = save_v4(tmp_path, q_lora_rank=48)
+    file, tensors = tmp_path / "model.safetensors", dict[str, Tensor]()
+    for name, tensor in load_file(file).items():
+        whole = ("compressor", "weights_proj", "ffn.gate", "norm", "embed", "head", "hc_")
+        published = name.removeprefix("model.").replace("embed_tokens", "embed")
+        for part in ("fn", "base", "scale"):
+            published = published.replace(f"hc_head.hc_{part}", f"hc_head_{part}")
+        scales = published.removesuffix("weight") + "scale"
+        if tensor.dim() != 2 or any(part in name for part in whole):
+            tensors[published] = tensor
+        elif ".experts." in name and experts == "fp4":
+            groups = tensor.unflatten(1, (-1, 32))
+            factors = torch.exp2((groups.abs().amax(-1, keepdim=True) / 6).log2().ceil())
+            table = torch.tensor([*E2M1, *(-each for each in E2M1)])
+            codes = (groups / factors)[..., None].sub(table).abs().argmin(-1).flatten(1).to(torch.uint8)
+            tensors[published] = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+            tensors[scales] = factors[..., 0].to(torch.float8_e8m0fnu)
+        else:
+            _, factors = pack(tensor, 16, 32)
+            factors = torch.exp2(factors.log2().ceil())
+            spread = factors.repeat_interleave(16, 0)[: len(tensor)].repeat_interleave(32, 1)[:, : tensor.shape[1]]
+            tensors[published] = (tensor / spread).to(torch.float8_e4m3fn)
+            tensors[scales] = factors.to(torch.float8_e8m0fnu)
+    save_file(tensors, file, {"format": "pt"})
+    path = tmp_path / "config.json"
+    quantization = {"quant_method": "fp8", "weight_block_size": [16, 32], "scale_fmt": "ue8m0", "fmt": "e4m3"}
+    raw = json.loads(path.read_text()) | {"expert_dtype": experts, "quantization_config": quantization}
+    path.write_text(json.dumps(raw))
+    dequantize = FineGrainedFP8Config(weight_block_size=(16, 32), dequantize=True, scale_fmt="ue8m0")
+    del model
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=dequantize)
+    read.set_experts_implementation("eager")
+    check(tmp_path, read, 10.0)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", list(CONFIGS)[:3])
 def test_bits_do_not_depend_on_drafts_and_ranks(name: str, tmp_path: Path) -> None:
@@ -269,7 +311,6 @@ def test_unsupported_options_are_refused_by_name(options: dict[str, Any], tmp_pa
         ({"scoring_func": "tanh"}, "scoring_func is 'tanh'"),
         ({"compress_rates": {CSA: 4, HCA: 2000}}, "compress_rates is 2000"),
         ({"layer_types": None, "compress_ratios": [0, 4, 64, 4]}, "compress_ratios has 64"),
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "quantized weights"),
     ],
 )
 def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], message: str, tmp_path: Path) -> None:

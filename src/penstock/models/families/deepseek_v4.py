@@ -7,7 +7,6 @@ from typing import Literal
 from penstock.checkpoint.compressed_config import read_compressed_config
 from penstock.checkpoint.experts_config import ExpertsConfig, Routing
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
-from penstock.checkpoint.stored_format import quantization_config_of, quantization_of
 from penstock.core import Code, PenstockError
 
 from ..registry import Family, imported
@@ -34,9 +33,6 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         if raw.get(name, value) != value:
             message = f"{name} {raw[name]!r:.40} is not supported for DeepSeek-V4; it must be {value}"
             raise PenstockError(Code.UNSUPPORTED, message, "model")
-    if quantization_of(raw) is None and quantization_config_of(raw):
-        message = "checkpoints of DeepSeek-V4 with quantized weights are not supported: convert the weights to bfloat16"
-        raise PenstockError(Code.UNSUPPORTED, message, "model")
     size = int(raw["moe_intermediate_size"])
     config = dense_config(
         {**raw, "intermediate_size": size, "num_key_value_heads": 1},

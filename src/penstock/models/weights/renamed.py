@@ -54,14 +54,19 @@ class RenamedWeights:
             stored_name = f"{stored.other}.{suffix}"
         return stored, stored_name
 
+    def _matrix(self, name: str) -> tuple[Stored, str]:
+        """Location of a matrix, and its name in ``base``, without ``.weight``."""
+        stored, weight = self._located(f"{name}.weight")
+        return stored, weight.removesuffix(".weight")
+
     def format_of(self, name: str) -> Format:
-        return self._base.format_of(self._find(name).name)
+        return self._base.format_of(self._matrix(name)[1])
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        stored = self._find(name)
+        stored, name = self._matrix(name)
         if not stored.ranges:
-            return self._base.read_quantized(stored.name, outputs, inputs, rows)
-        parts = [self._base.read_quantized(stored.name, stored.total, inputs, each) for each in stored.rows(rows)]
+            return self._base.read_quantized(name, outputs, inputs, rows)
+        parts = [self._base.read_quantized(name, stored.total, inputs, each) for each in stored.rows(rows)]
         return parts[0] if len(parts) == 1 else _stack(parts)
 
 
