@@ -23,8 +23,8 @@ class KVSpec:
 
     A block holds ``block_size`` tokens. Each token has a key and a value vector per head, or, with ``latent``, one
     vector for all heads: it is the key, and its first ``latent`` elements are the value (multi-head latent attention;
-    DeepSeek-AI, 2024). The last ``index_dim`` elements of the vector are not part of the key: with sparse attention, the
-    token's index key; with compressed attention, the entry that ends with the token, and the entry's index key.
+    DeepSeek-AI, 2024). The last ``index_dim`` elements of the vector are not part of the key: with sparse attention,
+    the token's index key; with compressed attention, the entry that ends with the token, and the entry's index key.
     """
 
     kv_heads: int

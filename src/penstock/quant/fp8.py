@@ -1,5 +1,5 @@
-"""FP8 checkpoints (e4m3): one scale per tensor, per output channel, or per block (128 x 128 in DeepSeek-V3). Experts may
-be in mxfp4 (DeepSeek-V4)."""
+"""FP8 checkpoints (e4m3): one scale per tensor, per output channel, or per block (128 x 128 in DeepSeek-V3). Experts
+may be in mxfp4 (DeepSeek-V4)."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class FP8:
     """``CheckpointFormat`` for fp8: ``<name>.weight`` e4m3, with ``weight_scale_inv`` or ``weight_scale``.
 
     The shape of the scales determines whether they are per block, output or tensor. Despite its name,
-    ``weight_scale_inv`` is also a factor of the weights. DeepSeek-V4 calls it ``scale``, and with ``expert_dtype`` ``fp4``
-    stores experts in mxfp4: ``<name>.weight`` ``[out, in / 2]`` int8, two codes per byte, and ``scale`` ``[out, in / 32]``
-    float8_e8m0fnu.
+    ``weight_scale_inv`` is also a factor of the weights. DeepSeek-V4 calls it ``scale``, and with ``expert_dtype``
+    ``fp4`` stores experts in mxfp4: ``<name>.weight`` ``[out, in / 2]`` int8, two codes per byte, and ``scale``
+    ``[out, in / 32]`` float8_e8m0fnu.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
