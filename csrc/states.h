@@ -97,28 +97,39 @@ void convolution_task(const Convolution& a, int64_t task) {
   scan(a.rows, sequence, apply, save, [&] { save(slot); });
 }
 
-// Applies one token to `vectors` times 16 columns of a head's state [key_dim, value_dim].
+// Applies one token to `vectors` times 16 columns of a head's state [key_dim, value_dim]. Without the delta rule, the
+// change does not depend on the state, so that one pass is enough.
 template <int vectors, class T, class N>
 inline void update_columns(const LinearAttention& a, const float* q, const float* k, const float* decay, float qk,
                            float beta, float skip, float* state, const T* v, T* out, N count) {
-  f32x16 old[vectors] = {}, result[vectors] = {};
-  auto at = [&](float* row, int g) { return get(row + 16 * g, count); };
-  for (int64_t i = 0; i < a.key_dim; i++)
+  f32x16 change[vectors], result[vectors] = {};
+  auto decayed = [&](int64_t i, int g) { return get(state + i * a.value_dim + 16 * g, count) * decay[i]; };
+  auto update = [&](int64_t i, int g) {
+    const f32x16 updated = fma(broadcast(k[i]), change[g], decayed(i, g));
+    put(state + i * a.value_dim + 16 * g, updated, count);
+    return updated;
+  };
+  if (a.delta) {
+    f32x16 old[vectors] = {};
+    for (int64_t i = 0; i < a.key_dim; i++)
+      for (int g = 0; g < vectors; g++) {
+        const f32x16 row = decayed(i, g);
+        old[g] = fma(broadcast(k[i]), row, old[g]);
+        result[g] = fma(broadcast(q[i]), row, result[g]);
+      }
     for (int g = 0; g < vectors; g++) {
-      const f32x16 decayed = at(state + i * a.value_dim, g) * decay[i];
-      old[g] = fma(broadcast(k[i]), decayed, old[g]);
-      result[g] = fma(broadcast(q[i]), decayed, result[g]);
+      change[g] = (get(v + 16 * g, count) - old[g]) * beta;
+      result[g] = fma(change[g], broadcast(qk), result[g]);
     }
-  for (int g = 0; g < vectors; g++) {
-    const f32x16 value = get(v + 16 * g, count), change = (a.delta ? value - old[g] : value) * beta;
-    old[g] = change;
-    if (out) put(out + 16 * g, fma(value, broadcast(skip), fma(change, broadcast(qk), result[g])), count);
+    for (int64_t i = 0; i < a.key_dim; i++)
+      for (int g = 0; g < vectors; g++) update(i, g);
+  } else {
+    for (int g = 0; g < vectors; g++) change[g] = get(v + 16 * g, count) * beta;
+    for (int64_t i = 0; i < a.key_dim; i++)
+      for (int g = 0; g < vectors; g++) result[g] = fma(broadcast(q[i]), update(i, g), result[g]);
   }
-  for (int64_t i = 0; i < a.key_dim; i++)
-    for (int g = 0; g < vectors; g++) {
-      float* row = state + i * a.value_dim;
-      put(row + 16 * g, fma(broadcast(k[i]), old[g], at(row, g) * decay[i]), count);
-    }
+  if (!out) return;
+  for (int g = 0; g < vectors; g++) put(out + 16 * g, fma(get(v + 16 * g, count), broadcast(skip), result[g]), count);
 }
 
 // A task is a sequence and a value head.

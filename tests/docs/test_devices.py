@@ -99,6 +99,8 @@ LATENT |= {
     "num_key_value_heads": 4,
 }
 LATENT |= {"n_routed_experts": 4, "first_k_dense_replace": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SPARSE = LATENT | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_topk": 16}
+SPARSE |= {"index_n_heads": 2, "index_head_dim": 16, "n_group": 1, "topk_group": 1}
 TENSOR = r"base_model\.\S+"
 Check = Callable[[str], None]
 """Raises ``PenstockError`` if a backend (a value of ``COLUMNS``) refuses the feature."""
@@ -260,6 +262,13 @@ def models() -> list[Feature]:
             f"{MORE}::tokens_of_latent_attention_equal_reference_backend",
             card=SHORTENED,
             check=load(LATENT),
+        ),
+        Feature(
+            "[sparse attention](models.md#sparse-attention) (DeepSeek-V3.2, GLM-5)",
+            f"models/models::{LOGPROBS}",
+            f"models/models::{LOGPROBS}",
+            f"{MORE}::tokens_of_latent_attention_equal_reference_backend",
+            check=load(SPARSE),
         ),
         Feature(
             "[encoders](embeddings.md): embeddings",

@@ -22,7 +22,7 @@ from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import Qwen3Config, Qwen3NextConfig
+from transformers import Mamba2Config, Qwen3Config, Qwen3NextConfig
 
 from penstock.config.options import EngineOptions
 from penstock.core import EngineRequest, GuidedDecodingParams, SamplingParams, TokenDelta, Vocabulary
@@ -41,6 +41,8 @@ PROCESSES = 1.0 if executors.DEFAULT == "mp" else 0.02 if SCHEDULES >= 1000 else
 """Share of the engines that have worker processes. The first engine of each kind always has them."""
 STATES = "states"
 """Name of the checkpoint with recurrent states, and mark of the kinds of engines with this model."""
+ONLY_STATES = "only-states"
+"""The same for a model without keys and values."""
 GRIDS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))
 """(tensor, pipeline) parallel sizes of the engines with worker processes. The first engine of kind i has entry i."""
 SCHEDULES_PER_START = 10 if SCHEDULES >= 1000 else 4
@@ -69,6 +71,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = Qwen3NextConfig(**SMALL | heads | delta_nets | experts, head_dim=16, layer_types=kinds)
     config.shared_expert_intermediate_size = 32
     save(config, folder / STATES)
+    sizes = {"num_heads": 8, "head_dim": 2 * config.hidden_size // 8, "state_size": 16, "n_groups": 4}
+    common = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "eos_token_id")}
+    save(Mamba2Config(**common | sizes), folder / ONLY_STATES)
     return folder
 
 
@@ -100,11 +105,11 @@ SCHEDULES_PER_KIND = -(-SCHEDULES // len(KINDS))
 
 def start(checkpoint: Path, kind: str, **options: Any) -> Engine:
     dtype, quantization, kv_cache_dtype, *more = kind.split()
-    folder = checkpoint / STATES if STATES in more else checkpoint
+    folder = checkpoint.joinpath(*more)
     fixed = {"model": str(folder), "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     fixed |= {"ops": OPS, "device": "cuda" if OPS == "cuda" else "auto"}
     fixed |= {"block_size": BLOCK, "max_model_len": LONGEST, "weight_cache_dir": "none"}
-    if STATES not in more:
+    if not more:
         fixed["lora_modules"] = tuple(f"{name}={checkpoint / name}" for name in ADAPTERS)
     engine = Engine(EngineOptions(**{"num_gpu_blocks_override": 400} | fixed | options))
     engine.set_vocabulary(vocabulary)

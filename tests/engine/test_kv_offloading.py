@@ -24,6 +24,7 @@ from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from serving import Served
+from state_families import draw
 from transformers import Qwen3Config
 
 from penstock import LLM, LoRARequest, PenstockError, SamplingParams
@@ -32,6 +33,7 @@ from penstock.engine.kv import disk_tier
 from penstock.engine.kv.block_pool import BlockPool
 from penstock.engine.kv.host_tier import HostTier
 from penstock.engine.kv.offloading import KVOffloading
+from penstock.engine.sequence.plan import Plan
 
 BLOCK = 16
 OPTIONS: dict[str, Any] = {
@@ -173,6 +175,68 @@ def test_offloaded_blocks_differ_by_salt_adapter_and_weights(checkpoint: Path, t
         assert generate(llm) == (plain, [FULL] * 3)
 
 
+# --- Recurrent states -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recurrent")
+    draw("Qwen3Next", 0, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recurrent_expected(recurrent: Path) -> Result:
+    with opened(recurrent, kv_offloading_size=0, enable_prefix_caching=False) as llm:
+        return generate(llm)[0]
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("ranks", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_states_are_loaded_from_host_memory(recurrent: Path, recurrent_expected: Result, ranks: dict[str, Any]) -> None:
+    """The device has room for the blocks of one prompt, and for two states."""
+    with opened(recurrent, num_state_snapshots=2, **ranks) as llm:
+        assert generate(llm) == (recurrent_expected, [0, 0, 0])
+        assert generate(llm) == (recurrent_expected, [FULL] * 3)
+        sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        prompt = PROMPTS[0][::-1][:150]
+        (answer,) = llm.generate([prompt], sampling, use_tqdm=False)
+        generate(llm)
+        (output,) = llm.generate([[*prompt, *answer.outputs[0].token_ids, 5]], GREEDY, use_tqdm=False)
+        assert output.num_cached_tokens == 176  # the whole blocks of 150 tokens and of an answer of 39 computed tokens
+        llm.reset_prefix_cache()
+        assert generate(llm) == (recurrent_expected, [0, 0, 0])
+
+
+@pytest.mark.slow_after(1)
+def test_states_on_disk_are_found_after_restart(recurrent: Path, recurrent_expected: Result, tmp_path: Path) -> None:
+    """An engine with another number of ranks has other states: it finds none, and computes the prompts."""
+    folder = tmp_path / "kv"
+    files = written(recurrent, folder, num_state_snapshots=2)
+    with opened(recurrent, kv_offloading_disk_path=str(folder), num_state_snapshots=2) as llm:
+        assert generate(llm) == (recurrent_expected, [FULL] * 3)
+        assert counts(llm)["disk_hits"] == 3 * FULL
+        assert counts(llm)["disk_bytes_written"] == 0 and sorted(folder.iterdir()) == files
+    with opened(recurrent, kv_offloading_disk_path=str(folder), tensor_parallel_size=2) as llm:
+        assert generate(llm) == (recurrent_expected, [0, 0, 0])
+
+
+@pytest.mark.slow_after(1)
+def test_damaged_state_is_a_cache_miss(recurrent: Path, recurrent_expected: Result, tmp_path: Path) -> None:
+    """Each file of the folder is damaged in turn: a block or a part of a state."""
+    intact = tmp_path / "intact"
+    files = written(recurrent, intact)
+    for number, name in enumerate(sorted(file.name for file in files)[::7]):
+        folder = shutil.copytree(intact, tmp_path / str(number))
+        flip_bit(folder / name)
+        with opened(recurrent, kv_offloading_disk_path=str(folder)) as llm:
+            found, cached = generate(llm)
+            assert found == recurrent_expected and sorted(cached)[1:] == [FULL] * 2
+
+
+# --- Damaged files ----------------------------------------------------------------------------------------------------
+
+
 def flip_bit(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -252,10 +316,10 @@ def test_block_found_wrong_while_stored_is_dropped() -> None:
     with closing(KVOffloading(device, HostTier(4096, 1024, BLOCK))) as offloading:
         for wrong in (True, False):
             offloading.store([0], [b"a"])
-            stores = offloading.take_stores()
+            plan = Plan(stores=offloading.take_stores())
             if wrong:
                 offloading.forget([b"a"])
-            offloading.confirm(stores, [])
+            offloading.confirm(plan)
             assert offloading.count([b"a"]) == (not wrong)
 
 

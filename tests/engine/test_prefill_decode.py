@@ -24,7 +24,7 @@ import pytest
 import test_exactness
 from kv_proxy import Fault, Frames, KVProxy, flipped_bit, lossy, swapped_pieces, wrong_epoch
 from serving import free_ports
-from test_exactness import GUESSING, LONGEST, NGRAM, STATES, Result, append, draw_request, results, start
+from test_exactness import GUESSING, LONGEST, NGRAM, ONLY_STATES, STATES, Result, append, draw_request, results, start
 from test_exactness import answers as run
 from test_weights import perturbed
 
@@ -148,8 +148,14 @@ TOPOLOGIES: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = 
     "states": (f"float32 none auto {STATES}", [{}], [{"speculative_config": NGRAM}]),
     "states, tp 2, little room": (
         f"bfloat16 none auto {STATES}",
-        [SMALL_CACHE | {"tensor_parallel_size": 2, "num_state_snapshots": 4}],
+        [SMALL_CACHE | {"tensor_parallel_size": 2, "num_state_snapshots": 2}],
         [{"tensor_parallel_size": 2, "num_state_snapshots": 4}],
+    ),
+    "states, pp 2": (f"float32 none auto {STATES}", [{"pipeline_parallel_size": 2}], [{"pipeline_parallel_size": 2}]),
+    "only states, tp 2": (
+        f"float32 none auto {ONLY_STATES}",
+        [{"tensor_parallel_size": 2}],
+        [{"tensor_parallel_size": 2}],
     ),
 }
 

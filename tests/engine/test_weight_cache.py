@@ -337,9 +337,8 @@ def test_file_truncated_while_in_use_is_packed_again(tmp_path: Path) -> None:
         seen = len(served.lines)
         os.truncate(file, DATA)
         request: dict[str, Any] = {"model": "penstock-demo", "prompt": "The river", "max_tokens": 8, "temperature": 0}
-        with pytest.raises(openai.APIError):
-            client.completions.create(**request)
+        answer = client.completions.create(**request).choices[0].text  # continued by the engine's next process
         served.find("ended: killed by SIGBUS", seen)
         served.find(r"cannot be used .it has \d+ bytes instead of \d+.", seen, limit=60)
-        assert client.with_options(max_retries=20).completions.create(**request).choices[0].text == expected
+        assert answer == expected
     assert file.stat().st_size == size

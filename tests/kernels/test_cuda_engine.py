@@ -21,7 +21,7 @@ import torch
 from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
 from test_exactness import ADAPTERS, Result, draw_request, run, vocabulary
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
 from penstock import LLM, SamplingParams
 from penstock.config.options import EngineOptions
@@ -47,6 +47,14 @@ MORE_KINDS = [
     "float16 fp8 fp8",
 ]
 """Dtype, weight quantization and KV cache dtype of the tested engines, by name."""
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+}
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
 
 
@@ -130,6 +138,15 @@ def test_results_do_not_depend_on_other_requests(checkpoint: Path, kind: str) ->
     """Results also do not depend on prefix hits, padding, drafts and steps in flight, and (``thorough``) on chunks and
     preemption."""
     assert differing(checkpoint, kind, SCHEDULES[2:], 48) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedules", [SCHEDULES[2:], pytest.param(SCHEDULES, marks=pytest.mark.thorough)])
+def test_results_of_recurrent_layers_do_not_depend_on_other_requests(
+    tmp_path: Path, schedules: list[dict[str, Any]]
+) -> None:
+    save(Qwen3_5TextConfig(**TINY | DELTA_NET), tmp_path)
+    assert differing(tmp_path, "float16 none auto", schedules, 48) == []
 
 
 @pytest.mark.thorough

@@ -10,6 +10,7 @@ from typing import Any
 import encoder_checkpoints
 import interpreted  # noqa: F401 - must precede the kernels
 import pytest
+import state_families
 import test_sparse_attention
 import test_speculative_heads as heads
 import torch
@@ -81,6 +82,22 @@ def test_embeddings_of_decoder_equal_reference_backend(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["v3", "v2, experts in groups", "v3.2", "glm-5, shared selection, experts"])
 def test_tokens_of_latent_attention_equal_reference_backend(name: str, tmp_path: Path) -> None:
     save_with_bias((CONFIGS | test_sparse_attention.CONFIGS)[name], tmp_path)
+    assert tokens(tmp_path, ops="cuda") == tokens(tmp_path, ops="reference")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Mamba2",
+        *(
+            pytest.param(family, marks=pytest.mark.thorough)
+            for family in ("Qwen3Next", "KimiLinear", "MiniMax", "Jamba", "RecurrentGemma", "Lfm2", "FalconH1")
+        ),
+    ],
+)
+def test_tokens_of_recurrent_layers_equal_reference_backend(family: str, tmp_path: Path) -> None:
+    state_families.draw(family, 0, tmp_path)
     assert tokens(tmp_path, ops="cuda") == tokens(tmp_path, ops="reference")
 
 

@@ -4,6 +4,9 @@ any division of the tokens into steps, batches, drafts and snapshots."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from math import inf
 from random import Random
 from typing import Any, NamedTuple
 
@@ -13,9 +16,25 @@ from hypothesis import given
 from test_ops import TOLERANCE, few, kernels, randn, seeds
 from torch import Tensor
 
-from penstock.checkpoint.state_config import GatedDeltaNetConfig, MambaConfig, RGLRUConfig
+from penstock.checkpoint.state_config import (
+    GatedDeltaNetConfig,
+    KimiDeltaConfig,
+    LightningConfig,
+    Mamba2Config,
+    MambaConfig,
+    RGLRUConfig,
+)
 from penstock.checkpoint.state_spec import StateSpec
-from penstock.ops import AttentionMetadata, Batch, DeltaSizes, ScanWeights, StateBatch, cpu, reference
+from penstock.ops import (
+    AttentionMetadata,
+    Batch,
+    DeltaSizes,
+    ScanWeights,
+    StateBatch,
+    StateSpaceSizes,
+    cpu,
+    reference,
+)
 from penstock.ops.activations import ACTIVATIONS
 
 MAX_DRAFTS = 3
@@ -61,12 +80,15 @@ def convolution(rng: Random, dtype: torch.dtype) -> Op:
     return Op(spec, inputs, call)
 
 
-def delta_rule(rng: Random, dtype: torch.dtype) -> Op:
-    keys = rng.randint(1, 3)
+def delta_rule(rng: Random, dtype: torch.dtype, by_channel: bool = False) -> Op:
+    keys, name = rng.randint(1, 3), str(dtype).removeprefix("torch.")
     sizes = DeltaSizes(keys, keys * rng.randint(1, 3), rng.choice((8, 16, 24, 128)), rng.choice((8, 16, 72, 128)))
     config = GatedDeltaNetConfig(sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim, 4)
-    spec = config.spec(str(dtype).removeprefix("torch."))
-    log_decay, bias = randn(1, sizes.value_heads), randn(2, sizes.value_heads)
+    spec = config.spec(name)
+    if by_channel:
+        sizes = replace(sizes, value_heads=keys, value_dim=sizes.key_dim, decay_dim=sizes.key_dim)
+        spec = KimiDeltaConfig(keys, sizes.key_dim, 4).spec(name)
+    log_decay, bias = randn(1, sizes.value_heads), randn(2, sizes.value_heads * sizes.decay_dim)
 
     def inputs(seed: int, tokens: int) -> Inputs:
         qkv, gates = (spec.inputs[name].shape[0] for name in ("qkv", "gates"))
@@ -113,9 +135,46 @@ def rg_lru(rng: Random, dtype: torch.dtype) -> Op:
     return Op(spec, inputs, call)
 
 
+def state_space(rng: Random, dtype: torch.dtype) -> Op:
+    groups, limits = rng.randint(1, 2), rng.choice(((0.0, inf), (0.4, 0.9)))
+    dims = rng.choice((8, 24, 64)), rng.choice((16, 20, 128))
+    sizes = StateSpaceSizes(groups * rng.randint(1, 3), groups, *dims, *limits)
+    config = Mamba2Config(sizes.heads, sizes.head_dim, groups, sizes.state_size, 4)
+    spec = config.spec(str(dtype).removeprefix("torch."))
+    parameters = [randn(number, sizes.heads) for number in (1, 2, 3)]
+
+    def inputs(seed: int, tokens: int) -> Inputs:
+        channels = spec.inputs["xbc"].shape[0]
+        return randn(seed, tokens, channels, dtype=dtype), randn(seed + 1, tokens, sizes.heads, dtype=dtype)
+
+    def call(ops: Any, given: Inputs, cache: dict[str, Tensor], batch: Batch) -> Tensor:
+        result: Tensor = ops.state_space(*given, *parameters, sizes, cache, batch)
+        return result
+
+    return Op(spec, inputs, call)
+
+
+def lightning(rng: Random, dtype: torch.dtype) -> Op:
+    heads, dim = rng.randint(1, 3), rng.choice((8, 24, 64))
+    spec = LightningConfig(heads, dim, 4).spec(str(dtype).removeprefix("torch."))
+    decay = randn(1, heads).sigmoid()
+
+    def inputs(seed: int, tokens: int) -> Inputs:
+        return (randn(seed, tokens, 3 * heads * dim, dtype=dtype) * dim**-0.5,)
+
+    def call(ops: Any, given: Inputs, cache: dict[str, Tensor], batch: Batch) -> Tensor:
+        result: Tensor = ops.lightning_attention(*given, decay, cache, batch)
+        return result
+
+    return Op(spec, inputs, call)
+
+
 OPS: dict[str, Callable[[Random, torch.dtype], Op]] = {
     "convolution": convolution,
     "delta rule": delta_rule,
+    "delta rule by channel": partial(delta_rule, by_channel=True),
+    "state space": state_space,
+    "lightning attention": lightning,
     "selective scan": selective_scan,
     "RG-LRU": rg_lru,
 }
@@ -162,32 +221,20 @@ def whole(ops: Any, op: Op, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
     return out, {name: cache[name][0] for name in op.spec.state}
 
 
-@few
-@given(seed=seeds)
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_kernel_matches_reference(name: str, dtype: torch.dtype, seed: int) -> None:
-    rng = Random(seed)
-    op = OPS[name](rng, dtype)
-    inputs = op.inputs(seed % 1000, rng.randint(1, 40))
-    (got, state), (expected, expected_state) = whole(cpu, op, inputs), whole(reference, op, inputs)
-    torch.testing.assert_close(got, expected, atol=5 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+def check_against_reference(ops: Any, op: Op, inputs: Inputs, tolerance: float) -> None:
+    """Check outputs and the state of a sequence."""
+    (got, state), (expected, expected_state) = whole(ops, op, inputs), whole(reference, op, inputs)
+    torch.testing.assert_close(got, expected, atol=5 * tolerance, rtol=tolerance)
     for part, values in state.items():
         torch.testing.assert_close(values, expected_state[part], atol=1e-4, rtol=1e-4)
 
 
-@few
-@given(seed=seeds)
-@pytest.mark.parametrize("name", OPS)
-def test_bits_do_not_depend_on_steps_drafts_and_snapshots(name: str, seed: int) -> None:
-    """Sequences advance by random numbers of tokens in random batches. Some tokens come as drafts, of which some are
-    rejected; some sequences start again from a snapshot of another row."""
-    rng = Random(seed)
-    op = OPS[name](rng, rng.choice((torch.float32, torch.bfloat16)))
-    total = rng.randint(8, 30)
+def check_division(ops: Any, op: Op, rng: Random, seed: int, total: int) -> None:
+    """Check bits of sequences of ``total`` tokens, which advance by random numbers of tokens in random batches. Some
+    tokens come as drafts, of which some are rejected; some sequences start again from a snapshot of another row."""
     inputs = [op.inputs(seed % 1000 + row, total) for row in range(ROWS)]
     wrong = op.inputs(seed % 1000 + ROWS, MAX_DRAFTS)
-    expected = [whole(cpu, op, given) for given in inputs]
+    expected = [whole(ops, op, given) for given in inputs]
     cache, done, accepted = new_cache(op.spec), [0] * ROWS, [0] * ROWS
     snapshots: dict[int, int] = {}
     while min(done) < total:
@@ -213,7 +260,7 @@ def test_bits_do_not_depend_on_steps_drafts_and_snapshots(name: str, seed: int) 
                 ]
             )
         batch = batch_of(rows, lengths, [accepted[row] for row in rows], drafts, saves)
-        out = op.call(cpu, tuple(torch.cat(part) for part in zip(*parts, strict=True)), cache, batch)
+        out = op.call(ops, tuple(torch.cat(part) for part in zip(*parts, strict=True)), cache, batch)
         for row, got, length, drafted, taken in zip(rows, out.split(lengths), lengths, drafts, right, strict=True):
             valid = length - drafted + taken
             assert torch.equal(got[:valid], expected[row][0][done[row] : done[row] + valid])
@@ -227,6 +274,25 @@ def test_bits_do_not_depend_on_steps_drafts_and_snapshots(name: str, seed: int) 
         if not accepted[row]:
             for part, values in expected[row][1].items():
                 assert torch.equal(cache[part][row], values)
+
+
+@few
+@given(seed=seeds)
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_kernel_matches_reference(name: str, dtype: torch.dtype, seed: int) -> None:
+    rng = Random(seed)
+    op = OPS[name](rng, dtype)
+    check_against_reference(cpu, op, op.inputs(seed % 1000, rng.randint(1, 40)), TOLERANCE[dtype])
+
+
+@few
+@given(seed=seeds)
+@pytest.mark.parametrize("name", OPS)
+def test_bits_do_not_depend_on_steps_drafts_and_snapshots(name: str, seed: int) -> None:
+    rng = Random(seed)
+    op = OPS[name](rng, rng.choice((torch.float32, torch.bfloat16)))
+    check_division(cpu, op, rng, seed, rng.randint(8, 30))
 
 
 @few

@@ -22,6 +22,7 @@ import torch
 from hypothesis import given, settings
 from peft import LoraConfig, get_peft_model
 from quantized import KINDS, quantize
+from safetensors.torch import load_file
 from test_exactness import ADAPTERS, answers, draw_engine, draw_request, run, start
 from test_latent_attention import EXPERTS, LATENT, SCALED, save_with_bias, store
 from test_ops import DTYPES, NAMES, assert_close, cpu, draw_batch, kernels, randn, seeds
@@ -29,9 +30,13 @@ from test_speculation import check_heads, with_head
 from torch import Tensor
 from transformers import DeepseekV32Config, GlmMoeDsaConfig, PreTrainedConfig
 
+from penstock import LoRARequest
+from penstock.config.options import EngineOptions
 from penstock.core import PenstockError
+from penstock.engine.engine_folder import build_engine
 from penstock.frontend.llm import LLM
 from penstock.models import read_config
+from penstock.models.convert import convert
 from penstock.models.loader import LoadOptions, load_model
 from penstock.ops import AttentionMetadata, KVSpec, backend, reference
 from penstock.planning.kv_size import kv_specs
@@ -49,6 +54,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "glm-5, shared selection, experts": GlmMoeDsaConfig(
         **SPARSE | EXPERTS | {"num_hidden_layers": 5, "index_topk": 32},
         indexer_types=["full", "shared"] * 2 + ["shared"],
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse", "dense"],
     ),
     "glm-5, last layer selects": GlmMoeDsaConfig(**SPARSE, index_topk_pattern="FSF"),
 }
@@ -248,6 +254,26 @@ def test_ranks_stages_and_prefill_engine_answer_as_one_rank(checkpoint: Path, se
         cluster.close()
 
 
+@pytest.mark.parametrize("name", ["v3.2", "glm-5, shared selection, experts"])
+def test_adapter_of_indexer_matches_peft(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    adapted = get_peft_model(save_with_bias(CONFIGS[name], tmp_path), LoraConfig(r=4, target_modules=["wq_b", "wk"]))
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, std=0.5)
+    adapted.save_pretrained(tmp_path / "adapter")
+    llm, prompt = LLM(tmp_path, **OPTIONS, enable_lora=True, max_loras=1), test_models.draw(5, 150)
+    params = test_models.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for lora in (None, LoRARequest("adapter", 1, str(tmp_path / "adapter"))):
+        (output,) = llm.generate([prompt], params, use_tqdm=False, lora_request=lora)
+        found.append([next(iter(each.values())).logprob for each in (output.prompt_logprobs or [])[1:] if each])
+    with torch.inference_mode():
+        table = adapted(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    expected = table[torch.arange(149), prompt[1:]].tolist()
+    assert found[1] == pytest.approx(expected, abs=1e-4) and found[0] != pytest.approx(expected, abs=1e-2)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["v3.2", "glm-5, last layer selects"])
 def test_fp8_checkpoint_matches_transformers(name: str, tmp_path: Path) -> None:
@@ -275,6 +301,7 @@ def test_multi_token_prediction_layers_generate_drafts(name: str, accurate: bool
     check_heads(with_head(tmp_path, accurate, config), accurate)
 
 
+@pytest.mark.slow
 def test_token_trees_do_not_change_outputs(tmp_path: Path) -> None:
     config = CONFIGS["v3.2, experts"]
     folder = with_head(tmp_path, False, type(config)(**config.to_dict() | {"vocab_size": 3584}))
@@ -308,6 +335,18 @@ def test_planned_weights_equal_transformers_parameters(name: str) -> None:
     assert size.layer_weights + size.embedding_weights == expected
 
 
+def test_engine_folder_gives_same_answers_and_is_converted_to_its_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    build_engine(EngineOptions(model=str(checkpoint), dtype="float32"), tmp_path / "engine")
+    convert(tmp_path / "engine", tmp_path / "new")
+    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "new"))
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    prompts, params = [test_models.draw(3, 90)], test_models.SamplingParams(max_tokens=8, logprobs=1, seed=0)
+    packed, plain = (
+        LLM(folder, **OPTIONS).generate(prompts, params, use_tqdm=False) for folder in (tmp_path / "engine", checkpoint)
+    )
+    assert [output.outputs for output in packed] == [output.outputs for output in plain]
+
+
 def test_stages_begin_with_layers_that_select_keys(checkpoint: Path) -> None:
     size = size_of(read_config(checkpoint))
     assert split_layers(size, 2) == [range(2), range(2, 5)]
@@ -324,6 +363,8 @@ def test_unsupported_options_are_refused(checkpoint: Path) -> None:
     for dtype in ("int8", "fp8"):
         with pytest.raises(PenstockError, match=f"kv_cache_dtype: {dtype} is not supported for GlmMoeDsaForCausalLM"):
             LLM(checkpoint, kv_cache_dtype=dtype)
+        with pytest.raises(PenstockError, match=f"kv_cache_dtype: {dtype} is not supported for GlmMoeDsaForCausalLM"):
+            kv_specs(size_of(read_config(checkpoint)), kv_cache_dtype=dtype)
 
 
 @pytest.mark.parametrize(

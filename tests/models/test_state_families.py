@@ -19,7 +19,9 @@ from test_families import GREEDY, OPTIONS, PROMPTS, VOCABULARY, check
 
 from penstock import LoRARequest
 from penstock.checkpoint.config_json import read_config_json
-from penstock.core import PenstockError, SamplingParams
+from penstock.config.options import EngineOptions
+from penstock.core import EngineRequest, PenstockError, SamplingParams
+from penstock.engine.engine import Engine
 from penstock.frontend.llm import LLM
 from penstock.planning.kv_size import weight_bytes
 from penstock.planning.model_size import model_size_of
@@ -86,6 +88,33 @@ def test_bits_do_not_depend_on_drafts_ranks_and_stages(family: str, tmp_path: Pa
 
 
 @pytest.mark.slow_after(1)
+@pytest.mark.parametrize(("family", "stages"), [*((family, 1) for family in FAMILIES), ("Bamba", 2), ("Lfm2", 2)])
+def test_prompts_of_a_prefill_instance_give_same_outputs(family: str, stages: int, tmp_path: Path) -> None:
+    draw(family, 0, tmp_path)
+    expected = outputs(tmp_path, GREEDY, REPEATED)
+    (tmp_path / "secret").write_text("s" * 64)
+    (tmp_path / "secret").chmod(0o600)
+    common = {
+        "cluster_secret_file": str(tmp_path / "secret"),
+        "kv_buffer_size": 2**24,
+        "pipeline_parallel_size": stages,
+    }
+    options = [EngineOptions(model=str(tmp_path), role=role, **OPTIONS | common) for role in ("prefill", "decode")]
+    prefill, decode = map(Engine, options)
+    assert prefill.kv_connector and decode.kv_connector
+    for number, prompt in enumerate(REPEATED):
+        address = prefill.kv_connector.address
+        decode.add(EngineRequest(request_id=str(number), prompt=prompt, sampling=GREEDY, prefill=(address,)))
+    found: dict[str, list[int]] = {str(number): [] for number in range(len(REPEATED))}
+    while decode.busy:
+        for delta in [delta for engine in (prefill, decode) if engine.busy for delta in engine.step()]:
+            assert not delta.failure, delta
+            found[delta.request_id] += delta.token_ids
+    assert [[tokens] for tokens in found.values()] == [[tokens for tokens, _ in each] for each in expected]
+    assert decode.kv_connector.counts["completed"] == len(REPEATED)
+
+
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_beams_continue_from_their_parents(family: str, tmp_path: Path) -> None:
     draw(family, 0, tmp_path)
@@ -123,6 +152,25 @@ def test_snapshots_are_made_at_ends_of_prompts_and_outputs_and_at_forks(family: 
     assert cached(system + second[::-1])[1] == expected.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("family", ["Qwen3Next"])
+def test_snapshots_are_made_within_long_prompts(family: str, tmp_path: Path) -> None:
+    """The second question about a document starts at the last step that ended within the document."""
+    draw(family, 0, tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2048}))
+    rng = Random(1)
+    document = [rng.randrange(2, VOCABULARY) for _ in range(1500)]
+    questions = [document + [rng.randrange(2, VOCABULARY) for _ in range(20)] for _ in range(2)]
+    options = OPTIONS | {"num_gpu_blocks_override": 400, "max_model_len": 2048, "max_num_batched_tokens": 640}
+    results = []
+    for caching in (True, False):
+        llm = LLM(tmp_path, **options, enable_prefix_caching=caching)
+        found = [llm.generate([question], GREEDY, use_tqdm=False)[0] for question in questions]
+        results.append([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in found])
+        assert [one.num_cached_tokens for one in found] == ([0, 1024] if caching else [0, 0])
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("family", MTP)
 def test_drafts_of_mtp_layer_do_not_change_outputs(family: str, tmp_path: Path) -> None:
     """transformers ignores the tensors of the MTP layer, so the test writes them: those of a layer with attention."""
@@ -153,9 +201,8 @@ def test_drafts_of_mtp_layer_do_not_change_outputs(family: str, tmp_path: Path) 
     ("options", "named"),
     [
         ({"speculative_config": json.dumps({"model": "SELF", "speculative_token_tree": "[(0,), (1,)]"})}, "tree"),
-        ({"role": "prefill", "pipeline_parallel_size": 2}, "role"),
     ],
-    ids=["tree", "role"],
+    ids=["tree"],
 )
 def test_unsupported_options_are_refused_by_name(options: dict[str, Any], named: str, tmp_path: Path) -> None:
     draw("Qwen3Next", 0, tmp_path)

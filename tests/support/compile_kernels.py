@@ -361,6 +361,66 @@ def sparse(whole: bool) -> Calls:
         yield f"sparse attention {heads}", attend
 
 
+def states(whole: bool) -> Calls:
+    """Recurrent layers in the shapes of Qwen3-Next, Kimi-Linear, Nemotron-H, MiniMax-01, Jamba and RecurrentGemma."""
+    from penstock.ops import AttentionMetadata, Batch, DeltaSizes, ScanWeights, StateBatch, StateSpaceSizes
+    from penstock.ops.cuda import elementwise, scans, states
+
+    def integers(count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32)
+
+    def cache_of(state: tuple[int, ...], **widths: int) -> dict[str, torch.Tensor]:
+        kept = {name: empty(8, max_drafts, width) for name, width in widths.items()}
+        return {"state": torch.empty(12, *state), **kept}
+
+    tokens, max_drafts = 8, 2
+    attention = AttentionMetadata(integers(5), integers(4), torch.zeros(4, 100, dtype=torch.int32))
+    numbers = StateBatch([], integers(4), integers(4), integers(4), integers(5), integers(12), integers(12))
+    none = torch.zeros(tokens, dtype=torch.int64)
+    batch = Batch(none, none, none, attention, none, attention, states=numbers)
+    for channels, bias in ((8192, False), (10304, True)):
+        x, weight, offset = empty(tokens, channels + 4096), torch.empty(4, channels), torch.empty(channels)
+        kept = {"conv": empty(12, 3, channels), "conv_in": empty(8, max_drafts, channels)}
+        yield (
+            "short_convolution",
+            partial(states.short_convolution, x[:, :channels], weight, offset if bias else None, True, kept, batch),
+        )
+    for keys, values, by_channel in ((16, 32, False), (32, 32, True)):
+        sizes = DeltaSizes(keys, values, 128, 128, decay_dim=128 if by_channel else 1)
+        width, gates = (2 * keys + values) * 128, values * (1 + sizes.decay_dim)
+        parameters = torch.empty(values), torch.empty(values * sizes.decay_dim), sizes
+        kept = cache_of((values, 128, 128), qkv=width, gates=gates)
+        yield (
+            "gated_delta_rule",
+            partial(states.gated_delta_rule, empty(tokens, width), empty(tokens, gates), *parameters, kept, batch),
+        )
+    for size in (StateSpaceSizes(128, 8, 64, 128), StateSpaceSizes(64, 1, 64, 256, 0.1, 0.9)):
+        width = size.heads * size.head_dim + 2 * size.groups * size.state_size
+        heads = [torch.empty(size.heads)] * 3
+        kept = cache_of((size.heads, size.state_size, size.head_dim), xbc=width, steps=size.heads)
+        yield (
+            "state_space",
+            partial(states.state_space, empty(tokens, width), empty(tokens, size.heads), *heads, size, kept, batch),
+        )
+    kept = cache_of((64, 128, 128), qkv=3 * 8192)
+    yield (
+        "lightning_attention",
+        partial(states.lightning_attention, empty(tokens, 3 * 8192), torch.empty(64), kept, batch),
+    )
+    x, b = empty(tokens, 8192), empty(tokens, 16)
+    weights = ScanWeights(torch.empty(16, 8192), torch.empty(8192), torch.empty(8192))
+    kept = cache_of((16, 8192), x=8192, steps=8192, b=16)
+    yield "selective_scan", partial(scans.selective_scan, x, x, b, b, x, weights, kept, batch)
+    x, gates, rates, bias = empty(tokens, 2560), empty(tokens, 10, 512), torch.empty(10, 256), torch.empty(10, 512)
+    yield "rg_lru", partial(scans.rg_lru, x, gates, rates, bias, cache_of((10, 256), x=2560, gates=5120), batch)
+    for shape, first in (((128,), False), ((8, 512), True)):
+        x = empty(tokens, 4096)
+        yield "gated_rms_norm", partial(elementwise.gated_rms_norm, x, x, empty(*shape), 1e-6, first, sigmoid=not first)
+    for function in ("", "silu", "gelu_tanh"):
+        yield "multiply", partial(elementwise.multiply, empty(tokens, 2560), empty(tokens, 2560), function)
+    yield "multiply_gate", partial(elementwise.multiply_gate, empty(tokens, 16, 256), empty(tokens, 4096))
+
+
 OPS: tuple[Callable[[bool], Calls], ...] = (
     products,
     adapters,
@@ -371,6 +431,7 @@ OPS: tuple[Callable[[bool], Calls], ...] = (
     attentions,
     latents,
     sparse,
+    states,
     sampling,
 )
 """Functions that call ops, with True for all variants (``--whole``), or False for the variants of the test suite."""

@@ -110,6 +110,11 @@ class ModelConfig:
     """Implementation: Penstock's family, or the modules of transformers."""
 
     @property
+    def index_dim(self) -> int:
+        """Elements of a token's index key (sparse attention); 0: dense attention."""
+        return self.latent.indexer.dim if self.latent and self.latent.indexer else 0
+
+    @property
     def shared_layers(self) -> frozenset[int]:
         """Layers that attend to the keys selected by the layer before them (sparse attention)."""
         return self.latent.indexer.shared_layers if self.latent and self.latent.indexer else frozenset()

@@ -22,7 +22,11 @@ UNFINISHED = ".part"
 DEFAULT_SHARE = 0.3
 """Default size limit of the cache, as a share of the disk."""
 RESERVED_SHARE = 0.1
-"""Share of the disk that the cache always leaves free."""
+"""Share of the disk that caches always leave free, up to ``MAX_RESERVED``."""
+MAX_RESERVED = 8 * 2**30
+"""Bytes; a share of a large disk would forbid a cache on a disk that has hundreds of GiB left."""
+RESERVED = f"{RESERVED_SHARE:.0%} of the disk, at most {MAX_RESERVED >> 30} GiB, stay free"
+"""The two limits in words."""
 
 
 def cache_folder(name: str) -> Path | None:
@@ -120,6 +124,12 @@ def locked_folder(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def available_bytes(folder: Path) -> int:
+    """Number of bytes that a cache can still write in ``folder``; negative if less is free than caches must leave."""
+    disk = shutil.disk_usage(folder)
+    return disk.free - min(int(RESERVED_SHARE * disk.total), MAX_RESERVED)
+
+
 def _make_room(replaced: Path, size: int, limit: int) -> None:
     """Delete files until there is room for ``size`` bytes, which will replace the file ``replaced``."""
     if size > limit:
@@ -129,19 +139,16 @@ def _make_room(replaced: Path, size: int, limit: int) -> None:
         _delete_unused(path)  # deletes files of writers that have died, as their locks are released
     writing = [status for _, status in _entries(folder, UNFINISHED)]
     entries = [entry for entry in _entries(folder, SUFFIX) if entry[0] != replaced]
-    disk = shutil.disk_usage(folder)
     promised = sum(max(0, status.st_size - status.st_blocks * 512) for status in writing)
-    free = int(disk.free - promised - RESERVED_SHARE * disk.total)
-    room = min(limit - sum(s.st_size for s in writing) - sum(s.st_size for _, s in entries), free)
+    used = sum(s.st_size for s in writing) + sum(s.st_size for _, s in entries)
+    room = min(limit - used, available_bytes(folder) - promised)
     for path, status in sorted(entries, key=lambda entry: entry[1].st_atime_ns):
         if room >= size:
             break
         if _delete_unused(path):
             room += status.st_size
     if room < size:
-        available = (
-            f"{max(room, 0) / 2**30:.2g} of {limit / 2**30:.2g} GiB ({RESERVED_SHARE:.0%} of the disk stay free)"
-        )
+        available = f"{max(room, 0) / 2**30:.2g} of {limit / 2**30:.2g} GiB ({RESERVED})"
         raise OSError(f"{size / 2**30:.2g} GiB are needed, and {folder} has room for {available}")
 
 

@@ -102,7 +102,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     """Folder for packed weights, which are memory-mapped at the next start; none: no weight cache."""
     weight_cache_size: Annotated[float, option("GiB", ge=0)] = 0.0
     """Maximum size of the weight cache; the least recently used files are deleted. 0: 30 % of its disk. 10 % of the
-    disk always stay free."""
+    disk, at most 8 GiB, always stay free."""
     device: str = "auto"
     """cpu, cuda or cuda:N (with several ranks, the GPU of the first one); auto: a GPU if there is one."""
     ops: Literal["auto", "reference", "cpu", "cuda"] = "auto"
@@ -231,8 +231,8 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     """Folder that also stores cached prefixes, so that they survive a restart. Prompts can be derived from the stored
     keys and values, so the folder must be readable by this user only."""
     kv_offloading_disk_size: Annotated[float, option("GiB", gt=0, le=2**20)] = 10.0
-    """Maximum size of kv_offloading_disk_path; the least recently used files are deleted. 10 % of the disk always stay
-    free."""
+    """Maximum size of kv_offloading_disk_path; the least recently used files are deleted. 10 % of the disk, at
+    most 8 GiB, always stay free."""
     role: Literal["mixed", "prefill", "decode", "router"] = "mixed"
     """Role in prefill/decode disaggregation: prefill computes prompts for decode instances; decode gets their KV from
     prefill instances; mixed computes both; router has no model, and forwards requests to instances. It does not change

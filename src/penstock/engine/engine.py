@@ -173,11 +173,14 @@ class Engine:
         self._executor.run(
             InitCache(blocks, host_blocks, transfer, num_snapshots, offload)
         )  # raises if memory is too small
+        snapshots = StateSnapshots(num_snapshots) if self._memory.state_bytes else None
         device_pool = BlockPool(blocks - _tree_blocks(speculative, options, blocks), options.block_size)
         self.kv_offloading: KVOffloading | None = None
         """Host and disk tiers of the prefix cache; None without them."""
         if host_tier:
-            self.kv_offloading = start_offloading(options, layouts, info.fingerprint, device_pool, host_tier)
+            self.kv_offloading = start_offloading(
+                options, layouts, info.fingerprint, device_pool, host_tier, snapshots, self._memory.state_bytes
+            )
         self.scheduler = Scheduler(
             scheduling,
             device_pool,
@@ -186,7 +189,7 @@ class Engine:
             pipeline_stages=options.pipeline_parallel_size,
             max_concurrent_batches=self._max_concurrent_batches,
             offloading=self.kv_offloading,
-            snapshots=StateSnapshots(num_snapshots) if self._memory.state_bytes else None,
+            snapshots=snapshots,
         )
         self.speculation: Speculation | None = None
         if speculative:

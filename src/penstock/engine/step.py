@@ -83,6 +83,16 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """``EngineRequest.audio``."""
     snapshot: int = -1
     """Snapshot of the recurrent state after ``num_computed`` tokens; -1: the state before the first token."""
+    state_slots: list[int] = []
+    """Slots of the host tier from which the snapshot is loaded first (``StoredState.slots``); empty: it is valid."""
+
+
+class StoredState(msgspec.Struct, array_like=True):
+    """A snapshot of recurrent states that is copied to the host tier of the prefix cache."""
+
+    snapshot: int
+    slots: list[int]
+    """Slots of the host tier, the same number for each rank, in the order of world ranks."""
 
 
 class RowUpdates(msgspec.Struct, omit_defaults=True):
@@ -93,6 +103,8 @@ class RowUpdates(msgspec.Struct, omit_defaults=True):
 
     stores: np.ndarray = EMPTY
     """``[2 * n]``: device block and slot of each copy to the host tier of the prefix cache."""
+    state_stores: list[StoredState] = []
+    """Snapshots of recurrent states to copy to the host tier."""
     swap_out: np.ndarray = EMPTY
     """``[2 * n]``: device block and host block of each block swapped out."""
     swap_in: np.ndarray = EMPTY
@@ -208,6 +220,8 @@ class TransferMemory(msgspec.Struct, frozen=True, array_like=True):
     """Number of slots."""
     slot_tokens: int
     """Number of tokens per slot."""
+    slot_bytes: int
+    """Bytes per slot."""
     progress: int
     """Index of rank 0's progress (``ops.LayerExport.progress``) in the memory viewed as int64; ranks 1, 2, … follow."""
 

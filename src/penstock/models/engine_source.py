@@ -126,6 +126,11 @@ class _UnpackContext(BuildContext):
             self._unpack(matrix, names, inputs, shards)
         return matrix
 
+    def read_matrix(self, name: str, inputs: int, shard: Shard) -> Tensor:
+        weight = super().read_matrix(name, inputs, shard)
+        self.rows(f"{name}.weight", shard, (weight.dtype, (shard.total, inputs)), lambda: weight)
+        return weight
+
     def vocabulary_matrix(self, name: str, inputs: int, shard: Shard) -> PackedMatrix:
         matrix = super().vocabulary_matrix(name, inputs, shard)
         self._unpack(matrix, [name], inputs, [shard])

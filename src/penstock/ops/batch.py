@@ -12,6 +12,8 @@ from torch import Tensor
 from penstock.checkpoint.kv_spec import TransferLayout
 
 CPU = torch.device("cpu")
+MAX_SNAPSHOTS = 3
+"""Maximum number of snapshots of a sequence's state in a step."""
 
 
 @dataclass(slots=True)
@@ -84,7 +86,8 @@ class StateBatch:
     """By state layer of this pipeline stage: the parts of all slots' states, ``[slots, ...]``, and the kept inputs,
     ``[slots, drafts, ...]``, by the names of ``StateSpec``."""
     slots: Tensor
-    """``[sequences]`` int32: slot of each sequence."""
+    """``[sequences]`` int32: slot of each sequence. With an ``ASYNCHRONOUS`` backend, -1: padding, whose tokens are not
+    applied."""
     accepted: Tensor
     """``[sequences]`` int32: number of drafts of the previous step that were accepted."""
     drafts: Tensor
@@ -133,7 +136,8 @@ class Batch:
     cross_attention: CrossAttention | None = None
     """Cross-attention input of encoder-decoder models."""
     states: StateBatch | None = None
-    """States of the sequences, in host memory; None for models without recurrent layers."""
+    """States of the sequences; None for models without recurrent layers. The numbers are in host memory until the
+    forward pass; the cache is on the device."""
     selection: AttentionMetadata | None = None
     """Keys of sparse attention (``ops.select_keys``) of the last layer with an indexer, which later layers may reuse.
     Layers set it; valid until the next forward pass."""

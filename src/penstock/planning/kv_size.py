@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from penstock.checkpoint.kv_spec import ITEM_BYTES, KV_QUANTIZATION, SCALE_BYTES, KVSpec
+from penstock.checkpoint.model_config import ModelConfig
+from penstock.core import Code, PenstockError
 from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format, Scheme, is_sensitive_layer
 
 from .model_size import ModelSize
@@ -80,6 +82,13 @@ def _kept(scheme: Scheme, wanted: Format, stored: Format) -> Format:
     return stored if stored.bits and same else wanted
 
 
+def check_kv_cache_dtype(kv_cache_dtype: str, model: ModelConfig | ModelSize) -> None:
+    """Raise ``PenstockError`` (``unsupported``) for a quantized cache of a model with sparse attention."""
+    if model.index_dim and KV_QUANTIZATION[kv_cache_dtype]:
+        message = f"kv_cache_dtype: {kv_cache_dtype} is not supported for {model.architecture}, whose sparse attention"
+        raise PenstockError(Code.UNSUPPORTED, f"{message} stores index keys unquantized; use auto", "kv_cache_dtype")
+
+
 def kv_specs(
     size: ModelSize,
     block_size: int = 64,
@@ -96,7 +105,10 @@ def kv_specs(
         mtp: include the layers for multi-token prediction.
         ranks: number of tensor-parallel ranks, which split the KV heads. Each rank has at least one head; latent
             vectors are stored on all ranks.
+
+    Raises ``PenstockError`` (``unsupported``) for a quantized cache of a model with sparse attention.
     """
+    check_kv_cache_dtype(kv_cache_dtype, size)
     heads, quantization = math.ceil(size.num_kv_heads / ranks), KV_QUANTIZATION[kv_cache_dtype]
     elements, computed = size.kv_dim + size.index_dim, _computed_dtype(size, dtype)
     spec = KVSpec(heads, elements, computed, block_size, quantization, latent=size.latent, index_dim=size.index_dim)

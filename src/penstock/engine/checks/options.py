@@ -13,6 +13,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.expert_placement import check_sizes, read_placement
 from penstock.models import ModelConfig
+from penstock.planning.kv_size import check_kv_cache_dtype
 from penstock.planning.model_size import size_of
 from penstock.planning.pipeline import split_layers
 
@@ -48,12 +49,7 @@ def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -
     _check_vision(options, config, speculative)
     if config.state or config.compressed:
         _check_states(options, config, speculative)
-    if config.latent and config.latent.indexer and options.kv_cache_dtype != "auto":
-        message = (
-            f"kv_cache_dtype: {options.kv_cache_dtype} is not supported for {config.architecture}, whose sparse "
-            "attention stores index keys unquantized; use auto"
-        )
-        raise PenstockError(Code.UNSUPPORTED, message, "kv_cache_dtype")
+    check_kv_cache_dtype(options.kv_cache_dtype, config)
     if config.compressed:
         _check_compressed(options, config)
     _check_ranks(options, config)
@@ -78,11 +74,6 @@ def _check_vision(options: EngineOptions, config: ModelConfig, speculative: Spec
 def _check_states(options: EngineOptions, config: ModelConfig, speculative: SpeculativeConfig | None) -> None:
     """Raise ``PenstockError`` (``unsupported``) for options that models with recurrent state do not support."""
     unsupported = {
-        "role": (
-            options.role != "mixed"
-            and (options.pipeline_parallel_size > 1 or not any(map(config.has_attention, range(config.num_layers)))),
-            "states are transferred beside keys and values, and without pipeline stages",
-        ),
         "kv_offloading_size": (
             options.host_tier_bytes > 0 and not any(map(config.has_attention, range(config.num_layers))),
             "it has no keys and values",

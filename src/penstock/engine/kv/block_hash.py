@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from penstock.core.multimodal import ImageInput
 
@@ -53,3 +53,14 @@ def extend_block_hashes(
         block_hashes.append(
             hashlib.blake2b(block, key=block_hashes[-1] if block_hashes else start, digest_size=HASH_BYTES).digest()
         )
+
+
+def state_hashes(block_hash: bytes, count: int, layout: bytes = b"") -> Iterator[bytes]:
+    """Yield the hashes of the ``count`` slots that hold the recurrent state after a block.
+
+    Args:
+        block_hash: hash of the block, which may be partial.
+        layout: distinguishes states with other bytes, for example of another number of ranks.
+    """
+    for number in range(count):
+        yield hashlib.blake2b(b"state" + layout + number.to_bytes(4), key=block_hash, digest_size=HASH_BYTES).digest()

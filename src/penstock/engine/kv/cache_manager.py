@@ -12,7 +12,7 @@ from penstock.config.options import SchedulerOptions
 from penstock.core import EngineRequest
 from penstock.core.errors import invalid
 
-from ..sequence.plan import OffloadedBlock
+from ..sequence.plan import OffloadedBlock, OffloadedState
 from ..sequence.sequence import Sequence, State
 from .block_hash import extend_block_hashes, root_hash
 from .block_pool import BlockPool
@@ -21,6 +21,8 @@ from .snapshots import StateSnapshots
 
 SPARE_BLOCKS = 32
 """An import leaves at least the share ``1 / SPARE_BLOCKS`` of all blocks free for running sequences."""
+SNAPSHOT_SPACING = 512
+"""Smallest number of tokens between snapshots in the middle of a prompt."""
 
 
 class CacheHit(NamedTuple):
@@ -34,8 +36,18 @@ class CacheHit(NamedTuple):
     """Number of further blocks to load from the host tier of the prefix cache."""
     snapshot: int = -1
     """Snapshot of the recurrent state after these tokens; -1 without recurrent states."""
+    loads_state: bool = False
+    """True if this state is in the host tier: it is loaded to a snapshot."""
     fork_at: int = 0
     """``Sequence.fork_at``."""
+
+
+class Loads(NamedTuple):
+    """Copies from the host tier in a sequence's first step."""
+
+    blocks: list[OffloadedBlock]
+    states: list[OffloadedState]
+    """At most one."""
 
 
 class ImportedPrefix(NamedTuple):
@@ -159,18 +171,21 @@ class KVCacheManager:
         if self.snapshots is None:
             return CacheHit(count * size, blocks, num_loaded)
         usable, snapshot = self.snapshots.find_longest(hashes[:count])
+        more = self.offloading.find_state(hashes[usable:count]) if self.offloading and self.snapshots.can_take else 0
+        usable += more
         fork_at = count * size if usable < count else 0
-        return CacheHit(usable * size, blocks[:usable], max(usable - len(blocks), 0), snapshot, fork_at)
+        num_loaded = max(usable - len(blocks), 0)
+        return CacheHit(usable * size, blocks[:usable], num_loaded, snapshot, more > 0, fork_at)
 
-    def allocate(self, sequence: Sequence, hit: CacheHit, count: int, alone: bool) -> list[OffloadedBlock] | None:
+    def allocate(self, sequence: Sequence, hit: CacheHit, count: int, alone: bool) -> Loads | None:
         """Allocate blocks for a waiting sequence to start: for its cache ``hit``, and for ``count`` tokens after it.
 
         Args:
             alone: True if no other sequence runs; then ``kv_cache_ratio`` is not enforced.
 
         Returns:
-            Blocks to load in the sequence's first step (``Plan.loads``). None if not enough blocks are free; then the
-            sequence is unchanged.
+            Blocks and state to load in the sequence's first step (``Plan.loads``, ``state_loads``). None if not enough
+            blocks are free; then the sequence is unchanged.
         """
         pool = self._device_pool
         demand = self._block_demand(sequence, hit, count)
@@ -182,9 +197,13 @@ class KVCacheManager:
             return None
         loaded = range(len(hit.blocks), len(hit.blocks) + hit.num_loaded)
         slots: list[int] = []
+        states: list[OffloadedState] = []
         if self.offloading and sequence.state is not State.SWAPPED and sequence not in self._imported:
             slots = self.offloading.hold(sequence.block_hashes[loaded.start : loaded.stop])
             if len(slots) < len(loaded):  # a block was evicted meanwhile
+                return None
+            if hit.loads_state and not (states := self.offloading.load_state(sequence.block_hashes[loaded.stop - 1])):
+                self.offloading.release(slots)
                 return None
             self.offloading.num_queries += len(sequence.tokens) // pool.block_size - len(hit.blocks)
         pool.incref(hit.blocks)
@@ -192,14 +211,16 @@ class KVCacheManager:
             self._drop(sequence)
         else:
             self.num_hit_blocks += len(hit.blocks)
-        sequence.snapshot, sequence.fork_at = hit.snapshot, hit.fork_at
+        sequence.snapshot, sequence.fork_at = states[0].snapshot if states else hit.snapshot, hit.fork_at
+        sequence.state_slots = states[0].slots if states else []
         sequence.blocks = hit.blocks + pool.allocate(demand.total - len(hit.blocks))
         sequence.allocated_blocks += demand.total - len(hit.blocks)
         self._reserve(sequence, demand.reserved)
-        return [
+        blocks = [
             OffloadedBlock(sequence.blocks[index], slot, sequence.block_hashes[index])
             for index, slot in zip(loaded, slots, strict=True)
         ]
+        return Loads(blocks, states)
 
     def _block_demand(self, sequence: Sequence, hit: CacheHit, count: int) -> BlockDemand:
         """Blocks that a waiting sequence needs for its cache ``hit`` and ``count`` tokens after it."""
@@ -275,6 +296,8 @@ class KVCacheManager:
         """Snapshots of the recurrent state to make while tokens ``start`` to ``end`` are computed: at the last block
         boundary before the end of the known tokens, where keys and values of other sequences were found
         (``Sequence.fork_at``), and at each block boundary within the output, where the new snapshot replaces the last.
+        In the middle of a prompt, one at the end of the step, at a multiple of ``SNAPSHOT_SPACING``, which does not
+        overwrite another.
 
         Returns the number of tokens that each state includes, and the snapshot.
         """
@@ -284,8 +307,11 @@ class KVCacheManager:
         wanted = {len(sequence.tokens)} if sequence.exports_state else set[int]()
         if self._options.enable_prefix_caching:
             wanted |= {(len(sequence.tokens) - 1) // size * size, sequence.fork_at}
-        if self._options.enable_prefix_caching and end % size == 0 and end > sequence.prompt_length:
-            wanted.add(end)
+            spacing = max(SNAPSHOT_SPACING // size, 1) * size
+            if end < len(sequence.tokens):
+                wanted |= {end // spacing * spacing} if self.snapshots.has_free else set()
+            elif end % size == 0 and end > sequence.prompt_length:
+                wanted.add(end)
         taken = [(at, self.snapshots.take()) for at in sorted(wanted) if start < at <= end]
         return [(at, snapshot) for at, snapshot in taken if snapshot is not None]
 
@@ -297,7 +323,8 @@ class KVCacheManager:
             if sequence.exports_state and at == sequence.prompt_length and valid:
                 sequence.exported_snapshot = snapshot
                 continue
-            index = at // self._device_pool.block_size - 1
+            size = self._device_pool.block_size
+            index = at // size - 1
             if not valid or index >= len(sequence.block_hashes):
                 self.snapshots.free(snapshot)
                 continue
@@ -305,6 +332,8 @@ class KVCacheManager:
             if at > sequence.prompt_length:
                 self.snapshots.forget(sequence.last_snapshot)
                 sequence.last_snapshot = sequence.block_hashes[index]
+            elif self.offloading and at in ((sequence.prompt_length - 1) // size * size, sequence.fork_at):
+                self.offloading.store_state(snapshot, sequence.block_hashes[index])
 
     def uncache(self, sequence: Sequence) -> None:
         """Remove all blocks of a sequence from the prefix cache, because their KV is invalid."""
@@ -332,8 +361,13 @@ class KVCacheManager:
         if not self.offloading or sampling.prompt_logprobs is not None or sampling.return_context_logits:
             return None
         hashes = self.prompt_hashes(request, len(request.prompt) - 1)
-        missing = hashes[len(self._device_pool.find_longest_hit(hashes)) :]
-        return self.offloading.read(missing[self.offloading.count(missing) :])
+        num_known = len(self._device_pool.find_longest_hit(hashes))
+        num_known += self.offloading.count(hashes[num_known:])
+        num_usable = 0
+        if self.snapshots:
+            num_usable = self.snapshots.find_longest(hashes[:num_known])[0]
+            num_usable += self.offloading.find_state(hashes[num_usable:num_known])
+        return self.offloading.read(hashes, num_known, num_usable)
 
     # --- KV is imported from or exported to another engine ------------------------------------------------------------
 
@@ -456,6 +490,8 @@ class KVCacheManager:
         """Free a sequence's blocks on the device."""
         if self.offloading and sequence.block_hashes:
             self.offloading.touch(sequence.block_hashes[: len(sequence.blocks)])
+            if self.snapshots and (snapshot := self.snapshots.get(sequence.last_snapshot)) is not None:
+                self.offloading.store_state(snapshot, sequence.last_snapshot)
         self._device_pool.release(sequence.blocks)
         sequence.blocks = []
 

@@ -11,18 +11,18 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from penstock.config.cache_folder import RESERVED_SHARE, locked_folder, open_cached
+from penstock.config.cache_folder import RESERVED, available_bytes, locked_folder, open_cached
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
@@ -51,6 +51,16 @@ PART_FILE = re.compile(r"[0-9a-f]{32}\.kv\.[0-9a-f]{16}\.part")
 CHECKSUM_BYTES = 8
 
 
+class PrefixOnDisk(NamedTuple):
+    """Blocks of a prefix to read, and states within it (``KVOffloading.read``)."""
+
+    block_hashes: Sequence[bytes]
+    num_known: int
+    num_usable: int
+    state_hashes: Callable[[bytes], Iterable[bytes]] | None = None
+    """Hashes of the slots that hold the recurrent state after a block; None for models without such states."""
+
+
 class DiskTier:
     """Stores blocks as files in a folder, which several engines may share.
 
@@ -75,6 +85,8 @@ class DiskTier:
         _check_folder(folder)
         self.num_hits = 0
         """Number of blocks read since the start."""
+        self.num_state_slots = 0
+        """Number of slots of recurrent states read since the start."""
         self.num_written = 0
         """Number of blocks written since the start."""
         self.num_evictions = 0
@@ -96,7 +108,7 @@ class DiskTier:
         self._changed = threading.Condition()
         """Guards the two sets; the writer thread waits for it."""
         self._closing = False
-        self._reads: SimpleQueue[tuple[Sequence[bytes], Future[None]] | None] = SimpleQueue()
+        self._reads: SimpleQueue[tuple[PrefixOnDisk, Future[None]] | None] = SimpleQueue()
         """Reads for the reader threads; None ends a thread."""
         self._last_read = 0.0
         """Time at which a block was last read, or found missing, seconds on the monotonic clock."""
@@ -111,8 +123,9 @@ class DiskTier:
 
     # --- In the thread that runs the steps ----------------------------------------------------------------------------
 
-    def read(self, block_hashes: Sequence[bytes]) -> Future[None] | None:
-        """Start to read blocks into the host tier, up to the first block that is not on the disk.
+    def read(self, prefix: PrefixOnDisk) -> Future[None] | None:
+        """Start to read a prefix into the host tier: its blocks, up to the first that is not on the disk, and the last
+        recurrent state within them.
 
         Returns:
             A future that is done when the blocks are read, or if no block was read for ``READ_TIMEOUT``; call ``poll``
@@ -122,7 +135,7 @@ class DiskTier:
             return None
         done: Future[None] = Future()
         self._pending_reads.append((time.monotonic(), done))
-        self._reads.put((block_hashes, done))
+        self._reads.put((prefix, done))
         return done
 
     def poll(self) -> None:
@@ -170,29 +183,51 @@ class DiskTier:
 
     def _run_reader(self) -> None:
         while job := self._reads.get():
-            block_hashes, done = job
+            prefix, done = job
             try:
-                self._read(block_hashes, done)
+                self._read(prefix, done)
             except Exception:
                 logger.exception("cannot read KV blocks from %s", self._folder)
             if not _complete(done) and not done.cancelled():
                 with self._changed:
                     self._overdue -= 1
 
-    def _read(self, block_hashes: Sequence[bytes], done: Future[None]) -> None:
-        """Read blocks up to the first missing one, or until ``done`` is completed by a timeout."""
+    def _read(self, prefix: PrefixOnDisk, done: Future[None]) -> None:
+        """Read a prefix (``read``), or a part of it until ``done`` is completed by a timeout."""
         held: list[int] = []
+        hashes, count = prefix.block_hashes, prefix.num_known
         try:
-            for one in block_hashes:
-                if done.done():  # timed out or cancelled
+            num_read = self._read_slots(hashes[count:], held, done)
+            self.num_hits += num_read
+            if not prefix.state_hashes:
+                return
+            held_blocks = len(held)
+            for end in range(count + held_blocks, prefix.num_usable, -1):
+                state = list(prefix.state_hashes(hashes[end - 1]))
+                self.num_state_slots += self._read_slots(state, held, done)
+                if len(held) == held_blocks + len(state) or done.done():
                     return
-                slots = self._host.hold([one]) or self._read_block(one)
-                self._last_read = time.monotonic()
-                if not slots:
-                    return
-                held += slots
+                self._host.release(held[held_blocks:])
+                del held[held_blocks:]
         finally:
             self._host.release(held)
+
+    def _read_slots(self, hashes: Sequence[bytes], held: list[int], done: Future[None]) -> int:
+        """Read slots of the host tier up to the first that is missing, or until ``done`` is completed. Adds the slots,
+        with a reference each, to ``held``. Returns the number of slots that were not in the host tier."""
+        num_read = 0
+        for one in hashes:
+            if done.done():  # timed out or cancelled
+                break
+            slots = self._host.hold([one])
+            if not slots:
+                slots = self._read_block(one)
+                num_read += len(slots)
+            self._last_read = time.monotonic()
+            if not slots:
+                break
+            held += slots
+        return num_read
 
     def _read_block(self, block_hash: bytes) -> list[int]:
         """Read a block into a slot of the host tier. Returns the slot, with a reference; empty if the block cannot be
@@ -214,7 +249,6 @@ class DiskTier:
                 is_complete, checksum = False, b""
             if is_complete and checksum == self._checksum(block_hash, data):
                 self._host.cache(slots[0], block_hash)
-                self.num_hits += 1
                 return slots
         self._host.release(slots)
         self.num_read_failures += 1
@@ -289,9 +323,8 @@ class DiskTier:
         wanted = max(self._limit // SCANS_PER_LIMIT, self._file_bytes)
         with locked_folder(self._folder):
             files = sorted(self._files())
-            disk = shutil.disk_usage(self._folder)
             used = sum(size for _, size, _ in files)
-            room = min(self._limit - used, int(disk.free - RESERVED_SHARE * disk.total))
+            room = min(self._limit - used, available_bytes(self._folder))
             for _, size, path in files:
                 if room >= wanted:
                     break
@@ -299,7 +332,7 @@ class DiskTier:
                 room += size
                 self.num_evictions += 1
         if room < self._file_bytes:
-            raise OSError(f"the disk is full ({RESERVED_SHARE:.0%} of its space is kept free)")
+            raise OSError(f"the disk is full ({RESERVED})")
         self._writable_bytes = min(room, wanted)
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:

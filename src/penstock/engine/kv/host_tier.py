@@ -52,7 +52,7 @@ class HostTier:
     def memory(self) -> TransferMemory:
         """Path and layout of the memory, for workers to map it."""
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        return TransferMemory(path, HEADER_BYTES, self._pool.total, self._pool.block_size, 0)
+        return TransferMemory(path, HEADER_BYTES, self._pool.total, self._pool.block_size, self.slot_bytes, 0)
 
     @property
     def num_slots(self) -> int:

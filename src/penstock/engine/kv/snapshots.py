@@ -30,6 +30,20 @@ class StateSnapshots:
         """Number of snapshots that are being written, exported or imported."""
         return self.total - len(self._free) - len(self._by_hash)
 
+    @property
+    def can_take(self) -> bool:
+        """True if ``take`` returns a snapshot."""
+        return bool(self._free or self._by_hash)
+
+    @property
+    def has_free(self) -> bool:
+        """True if ``take`` returns a snapshot without overwriting another."""
+        return bool(self._free)
+
+    def get(self, block_hash: bytes) -> int | None:
+        """The snapshot of a hash; None if there is none."""
+        return self._by_hash.get(block_hash)
+
     def find_longest(self, hashes: Sequence[bytes]) -> tuple[int, int]:
         """The longest prefix of blocks with a snapshot at its end: number of blocks, and snapshot; 0 and -1 if there is
         none."""

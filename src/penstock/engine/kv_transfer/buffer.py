@@ -32,12 +32,14 @@ class TransferBuffer:
         slots: number of slots.
         layer_offsets: byte offset of each layer within a slot, followed by the size of a slot.
         state_slots: number of slots that the recurrent states of a sequence take.
+        has_tokens: False for a model without keys and values: a transfer has the slots of its states only.
     """
 
-    def __init__(self, slots: int, layer_offsets: Sequence[int], state_slots: int = 0) -> None:
+    def __init__(self, slots: int, layer_offsets: Sequence[int], state_slots: int = 0, has_tokens: bool = True) -> None:
         self.num_slots = slots
         self.state_slots = state_slots
         """Number of slots of a transfer that follow those of its tokens, and hold the states after them."""
+        self.has_tokens = has_tokens
         self.layer_offsets = layer_offsets
         self.num_layers = len(layer_offsets) - 1
         self.slot_bytes = slot_bytes = layer_offsets[-1]
@@ -59,10 +61,14 @@ class TransferBuffer:
         self._lock = threading.Lock()
         self._free = list(range(slots))[::-1]
 
+    def token_slots(self, count: int) -> int:
+        """Number of slots of ``count`` tokens; the last one may be partial."""
+        return -(-count // SLOT_TOKENS) if self.has_tokens else 0
+
     @property
     def memory(self) -> TransferMemory:
         """Path and layout of the buffer, for workers to map it."""
-        return TransferMemory(self.path, self.offset, self.num_slots, SLOT_TOKENS, PROGRESS)
+        return TransferMemory(self.path, self.offset, self.num_slots, SLOT_TOKENS, self.slot_bytes, PROGRESS)
 
     @property
     def path(self) -> str:

@@ -15,6 +15,7 @@ from penstock.config.addresses import join_address, split_address
 from penstock.config.options import EngineOptions
 from penstock.core import Code, EngineRequest, PenstockError
 from penstock.core.errors import invalid
+from penstock.models.read_config import config_of
 from penstock.planning.kv_size import kv_specs
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
@@ -52,15 +53,30 @@ def new_transfer_buffer(options: EngineOptions, layouts: list[TransferLayout], s
     if options.nnodes > 1:
         message = f"must be mixed for an instance on several nodes (nnodes {options.nnodes}), is {options.role}"
         raise PenstockError(Code.UNSUPPORTED, message, "role")
-    slot_bytes = layouts[0].slot_bytes
-    state_slots = -(-state_bytes // slot_bytes) * options.tensor_parallel_size
+    slot_bytes = layouts[0].slot_bytes if layouts else state_bytes
+    offsets = [layout.offset for layout in layouts] or [0]
+    state_slots = -(-state_bytes // slot_bytes) * options.tensor_parallel_size * options.pipeline_parallel_size
     slots = options.kv_buffer_size // slot_bytes
-    if slots < 1 + state_slots:
-        size = (1 + state_slots) * slot_bytes
-        contents = f"the KV of {SLOT_TOKENS} tokens" + (" and a sequence's recurrent states" if state_slots else "")
-        message = f"must be at least {size} bytes, {contents}, is {options.kv_buffer_size} bytes"
+    if slots < (needed := bool(layouts) + state_slots):
+        size = needed * slot_bytes
+        contents = [f"the KV of {SLOT_TOKENS} tokens"] * bool(layouts) + ["a sequence's recurrent states"] * bool(
+            state_slots
+        )
+        message = f"must be at least {size} bytes, {' and '.join(contents)}, is {options.kv_buffer_size} bytes"
         raise invalid("kv_buffer_size", message, size)
-    return TransferBuffer(slots, [*(layout.offset for layout in layouts), slot_bytes], state_slots)
+    return TransferBuffer(slots, [*offsets, slot_bytes], state_slots, has_tokens=bool(layouts))
+
+
+def _stages_of_layouts(options: EngineOptions, config_json: Mapping[str, Any], count: int) -> list[range]:
+    """Split the ``count`` layers that have keys and values among the pipeline stages."""
+    if options.pipeline_parallel_size == 1:
+        return [range(count)]
+    size, config = model_size_of(config_json), config_of(config_json)
+    stages = split_layers(
+        size, options.pipeline_parallel_size, options.pipeline_parallel_layers, options.quantization, options.dtype
+    )
+    ends = [sum(map(config.has_attention, range(layers.stop))) for layers in stages]
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 class KVConnector:
@@ -98,7 +114,9 @@ class KVConnector:
             weights_version=info.weights_version,
             fingerprint=info.fingerprint,
             layers=[(layout.kv_heads, layout.vector_bytes, layout.numbers) for layout in layouts],
-            states=(options.tensor_parallel_size, state_bytes) if state_bytes else (0, 0),
+            states=(options.tensor_parallel_size, options.pipeline_parallel_size, state_bytes)
+            if state_bytes
+            else (0, 0, 0),
         )
         host = options.kv_host or split_address(options.engine_address or "127.0.0.1:0", "engine_address")[0]
         transfer_options = KVTransferOptions(
@@ -108,18 +126,10 @@ class KVConnector:
             allow_fingerprint_mismatch=options.allow_fingerprint_mismatch,
             transport=options.kv_transport,
         )
-        stage_layers = split_layers(
-            model_size_of(config_json),
-            options.pipeline_parallel_size,
-            options.pipeline_parallel_layers,
-            options.quantization,
-            options.dtype,
-        )
-        if len(stage_layers) == 1:  # layers without keys and values are not counted
-            stage_layers = [range(len(layouts))]
         stages = [
             (layers, list(range(stage * options.tensor_parallel_size, (stage + 1) * options.tensor_parallel_size)))
-            for stage, layers in enumerate(stage_layers)
+            for stage, layers in enumerate(_stages_of_layouts(options, config_json, len(layouts)))
+            if layers
         ]
         try:
             self.endpoint = Endpoint(instance, buffer, stages, transfer_options, self._wake)

@@ -34,9 +34,13 @@ ID_PREFIX = b"kv-transfer".hex() + ":"
 class _Export:
     """A prompt computed for a decode engine."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, needs_state: bool) -> None:
         self.start = start
         self.request_id = ID_PREFIX + start.transfer.hex()
+        self.deadline = time.monotonic() + start.timeout if start.timeout else None
+        """Time at which the request times out, seconds on the monotonic clock."""
+        self.needs_state = needs_state
+        """True until the recurrent states after the prompt are being exported."""
         self.num_tokens = len(start.tokens)
         self.sequence: Sequence | None = None
         """The sequence that computes the prompt; None once all tokens are computed."""
@@ -46,8 +50,8 @@ class _Export:
         """Number of leading tokens that are exported, being exported, or not needed."""
         self.open: Exported | None = None
         """Buffer slot of the last exported token if that slot is not full; else None."""
-        self.num_cached = 0
-        """Number of leading tokens found in the prefix cache."""
+        self.num_cached = -1
+        """Number of leading tokens found in the prefix cache; -1: not known yet."""
         self.snapshot = -1
         """Snapshot of the recurrent states after the prompt, until they are exported; -1: none."""
 
@@ -123,7 +127,7 @@ class KVExports:
                 self._scheduler.abort(export.request_id)
                 self._drop(export)
             return
-        export = _Export(event)
+        export = _Export(event, self._buffer.state_slots > 0)
         values = event.request_id, event.transfer.hex()[:8], export.num_tokens
         logger.info("request %s: transfer %s: %d tokens", *values, extra={"fields": trace_log_fields(event.trace)})
         try:
@@ -137,37 +141,40 @@ class KVExports:
             if not 0 <= export.num_exported < export.num_tokens:
                 message = f"the transfer has no tokens: slot {event.first_slot} of {export.num_tokens} tokens"
                 raise PenstockError(Code.INVALID, message)
-            request = EngineRequest(
-                request_id=export.request_id,
-                prompt=event.tokens,
-                sampling=SamplingParams(max_tokens=1),
-                pooling=PoolingParams(),  # the request ends when its prompt is computed
-                adapter=event.adapter,
-                cache_salt=event.cache_salt,
-                priority=event.priority,
-                deadline=time.monotonic() + event.timeout if event.timeout else None,
-                trace=event.trace,
-            )
-            self._add(request)
+            if not self._buffer.has_tokens:
+                export.num_exported = export.num_tokens
+            self._compute(export)
         except PenstockError as error:
             self._endpoint.fail(event.transfer, error.failure)
             return
-        export.sequence = self._scheduler.first_sequence(export.request_id)
-        export.sequence.exports_state = self._buffer.state_slots > 0
         self._exports[export.request_id] = export
+
+    def _compute(self, export: _Export) -> None:
+        """Add the request that computes the prompt. Raises ``PenstockError``."""
+        start = export.start
+        request = EngineRequest(
+            request_id=export.request_id,
+            prompt=start.tokens,
+            sampling=SamplingParams(max_tokens=1),
+            pooling=PoolingParams(),  # the request ends when its prompt is computed
+            adapter=start.adapter,
+            cache_salt=start.cache_salt,
+            priority=start.priority,
+            deadline=export.deadline,
+            trace=start.trace,
+        )
+        self._add(request)
+        export.sequence = self._scheduler.first_sequence(export.request_id)
+        export.sequence.exports_state = export.needs_state
 
     def before_release(self, sequence: Sequence) -> None:
         """Keep the blocks of an ended sequence until all its tokens are exported (``Scheduler.before_release``)."""
         export = self._exports.get(sequence.request.request_id)
         if export and export.sequence is sequence and sequence.num_computed == export.num_tokens:
-            export.sequence, export.num_cached = None, sequence.num_cached_tokens or 0
+            export.sequence = None
+            if export.num_cached < 0:  # else the prompt was computed again, for its states
+                export.num_cached = sequence.num_cached_tokens or 0
             export.snapshot = sequence.exported_snapshot
-            if self._buffer.state_slots and export.snapshot < 0:
-                del self._exports[export.request_id]
-                self._drop(export)
-                message = "no snapshot of recurrent states was free; raise num_state_snapshots of the prefill instance"
-                self._endpoint.fail(export.start.transfer, Failure(Code.OVERLOADED, message))
-                return
             if export.num_exported < export.num_tokens:
                 export.blocks = list(sequence.blocks)
                 self._scheduler.device_pool.incref(export.blocks)
@@ -238,8 +245,11 @@ class KVExports:
             if export.num_exported < computed:
                 self._export(export, computed, export.blocks if export.sequence is None else export.sequence.blocks)
         for export in list(self._exports.values()):
-            if export.snapshot >= 0 and export.num_exported == export.num_tokens:
-                self._export_state(export)
+            if export.sequence is None and export.needs_state and export.num_exported == export.num_tokens:
+                if export.snapshot >= 0:
+                    self._export_state(export)
+                else:
+                    self._compute_state(export)
         if self._calls:
             self._executor.poll()
         while self._calls and self._calls[0][0].done():
@@ -268,15 +278,28 @@ class KVExports:
         self._calls.append((call, export.start.transfer, found.full))
         self._finish_if_exported(export)
 
+    def _compute_state(self, export: _Export) -> None:
+        """Compute a prompt again after which no snapshot of the recurrent states was free, once one is free."""
+        if not self._kv.snapshots or not self._kv.snapshots.can_take:
+            return
+        self._scheduler.device_pool.release(export.blocks)
+        export.blocks = []
+        try:
+            self._compute(export)
+        except PenstockError as error:
+            del self._exports[export.request_id]
+            self._endpoint.fail(export.start.transfer, error.failure)
+
     def _export_state(self, export: _Export) -> None:
         """Export the recurrent states after the prompt, if enough slots of the buffer are free."""
         if self._buffer.num_free < self._buffer.state_slots:
             return
-        first = -(-export.num_tokens // SLOT_TOKENS)
+        first = self._buffer.token_slots(export.num_tokens)
         slots = [self._buffer.allocate() for _ in range(self._buffer.state_slots)]
         exported = [Exported(index, *slot) for index, slot in enumerate(filter(None, slots), first)]
         call = ExportState(export.snapshot, np.array([each.slot for each in exported], np.int32))
         self._calls.append((self._executor.call(call), export.start.transfer, exported))
+        export.needs_state = False
         self._free_snapshot(export)  # a step that overwrites it follows the call
         self._finish_if_exported(export)
 
@@ -307,7 +330,7 @@ class KVExports:
 
     def _finish_if_exported(self, export: _Export) -> None:
         """Release the blocks of a transfer, and finish it, if all its tokens are exported or being exported."""
-        if export.num_exported == export.num_tokens and export.sequence is None and export.snapshot < 0:
+        if export.num_exported == export.num_tokens and export.sequence is None and not export.needs_state:
             del self._exports[export.request_id]
             # The calls that export these blocks are queued before any step that may overwrite them.
             self._scheduler.device_pool.release(export.blocks)

@@ -235,6 +235,7 @@ class KVImports:
     def _pull(self, entry: _Import) -> None:
         """Start a transfer from the next prefill engine."""
         request, tokens = entry.request, entry.request.prompt[: entry.num_tokens]
+        buffer = self._endpoint.buffer
         entry.transfer, entry.end = new_transfer_id(), None
         self._active[entry.transfer] = entry
         entry.address, trace = entry.addresses.popleft(), request.trace
@@ -251,7 +252,7 @@ class KVImports:
             transfer=entry.transfer,
             request_id=request.log_name,
             tokens=tokens,
-            first_slot=entry.num_present // SLOT_TOKENS,
+            first_slot=entry.num_present // SLOT_TOKENS if buffer.has_tokens else 0,
             adapter=entry.adapter,
             adapter_version=request.adapter,
             cache_salt=request.cache_salt,
@@ -260,7 +261,7 @@ class KVImports:
             trace=trace,
         )
         hashes = slot_hashes(
-            self._weights_version, request.adapter, request.cache_salt, tokens, self._endpoint.buffer.state_slots
+            self._weights_version, request.adapter, request.cache_salt, tokens, buffer.state_slots, buffer.has_tokens
         )
         self._endpoint.pull(entry.address, Pull(start=start, hashes=hashes))
 
@@ -274,7 +275,7 @@ class KVImports:
                 self._drop(entry, arrived)
                 continue
             size += arrived.size
-            if arrived.index * SLOT_TOKENS >= entry.num_tokens:
+            if arrived.index >= self._endpoint.buffer.token_slots(entry.num_tokens):
                 self._import_state(entry, arrived)
                 continue
             batches.setdefault((arrived.first_layer, arrived.last_layer), []).append((entry, arrived))
@@ -292,7 +293,7 @@ class KVImports:
 
     def _import_state(self, entry: _Import, arrived: Arrived) -> None:
         """Call the workers to import a part of the recurrent states."""
-        index = arrived.index - -(-entry.num_tokens // SLOT_TOKENS)
+        index = arrived.index - self._endpoint.buffer.token_slots(entry.num_tokens)
         call = ImportState(entry.snapshot, index, self._endpoint.buffer.state_slots, arrived.slot)
         self._calls.append((self._executor.call(call), [(entry, arrived)]))
 

@@ -19,7 +19,7 @@ from penstock.checkpoint.kv_spec import CANONICAL_LAYOUT
 from penstock.core import Failure
 from penstock.version import __version__
 
-from ..kv.block_hash import extend_block_hashes, root_hash
+from ..kv.block_hash import extend_block_hashes, root_hash, state_hashes
 from .buffer import SLOT_TOKENS
 from .nixl import NixlAddress
 from .shared_memory import BufferAddress
@@ -38,9 +38,9 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """``ModelInfo.fingerprint``: equal for engines with bit-identical results."""
     layers: list[tuple[int, int, str]]
     """Number of KV heads, bytes of a vector and its number format, for each layer."""
-    states: tuple[int, int] = (0, 0)
-    """Number of ranks, and bytes of a sequence's recurrent states on each rank. Ranks exchange their states as they
-    are, so instances with such states need equal numbers of ranks."""
+    states: tuple[int, int, int] = (0, 0, 0)
+    """Numbers of tensor-parallel ranks and pipeline stages, and largest number of bytes of a sequence's recurrent
+    states on a rank. Ranks exchange their states as they are, so instances with such states need equal numbers."""
 
 
 # --- From D to P -----------------------------------------------------------------------------------------------------
@@ -218,7 +218,9 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     return message
 
 
-def slot_hashes(weights: str, adapter: str, salt: str, tokens: Sequence[int], state_slots: int = 0) -> list[bytes]:
+def slot_hashes(
+    weights: str, adapter: str, salt: str, tokens: Sequence[int], state_slots: int = 0, has_tokens: bool = True
+) -> list[bytes]:
     """Hash of each slot of a transfer: of the slot's tokens, all tokens before the slot, and the other arguments. The
     last slot of tokens may be partial.
 
@@ -226,7 +228,7 @@ def slot_hashes(weights: str, adapter: str, salt: str, tokens: Sequence[int], st
         weights: version of the weights.
         adapter: version of the adapter.
         salt: ``EngineRequest.cache_salt``.
-        state_slots: ``TransferBuffer.state_slots``.
+        state_slots, has_tokens: see ``TransferBuffer``.
     """
     root = root_hash(weights, adapter, salt)
     hashes: list[bytes] = []
@@ -234,10 +236,7 @@ def slot_hashes(weights: str, adapter: str, salt: str, tokens: Sequence[int], st
     if rest := tokens[len(hashes) * SLOT_TOKENS :]:
         key = hashes[-1] if hashes else root
         hashes.append(hashlib.blake2b(array("I", rest).tobytes(), key=key, digest_size=len(key)).digest())
-    last = hashes[-1] if hashes else root
-    for number in range(state_slots):
-        hashes.append(hashlib.blake2b(b"state" + number.to_bytes(4), key=last, digest_size=len(last)).digest())
-    return hashes
+    return [*(hashes if has_tokens else ()), *state_hashes(hashes[-1] if hashes else root, state_slots)]
 
 
 def new_checksum(slot_hash: bytes, epoch: int, first_layer: int, last_layer: int) -> xxh3_64:

@@ -134,6 +134,7 @@ class Sender:
                         message.cache_salt,
                         message.tokens,
                         self._buffer.state_slots,
+                        self._buffer.has_tokens,
                     )
                     self._transfers[message.transfer] = _Transfer(message, hashes, now)
                     self.events.append(message)

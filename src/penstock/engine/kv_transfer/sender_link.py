@@ -168,9 +168,11 @@ def mismatch(here: Instance, there: Instance, allow_fingerprint_mismatch: bool) 
         message = "its KV cache has other layers, heads or dtypes than the prefill instance's"
         return f"{message} ({_describe(there)}, and {_describe(here)}): give both the same dtype and kv_cache_dtype"
     if there.states != here.states:
+        ranks, stages, _ = there.states
         return (
-            f"it keeps recurrent states on {there.states[0]} ranks, and the prefill instance on {here.states[0]}: give "
-            "both the same tensor_parallel_size"
+            f"its recurrent states are on {ranks} ranks and {stages} pipeline stages, and the prefill instance's on "
+            f"{here.states[0]} and {here.states[1]}: give both the same tensor_parallel_size, "
+            "pipeline_parallel_size and pipeline_parallel_layers"
         )
     if there.fingerprint != here.fingerprint and not allow_fingerprint_mismatch:
         return (

@@ -66,6 +66,7 @@ class Planner:
             return plan
         if self._kv.offloading:
             plan.stores = self._kv.offloading.take_stores()
+            plan.state_stores = self._kv.offloading.take_state_stores()
         if "all" in self.holds.values():
             return plan
         if self._encoder_cache.is_used:
@@ -204,7 +205,8 @@ class Planner:
         loads = self._kv.allocate(sequence, hit, count, alone=not self._running)
         if loads is None:
             return False
-        plan.loads += loads
+        plan.loads += loads.blocks
+        plan.state_loads += loads.states
         self._waiting.remove(sequence)
         if sequence.state is State.SWAPPED:
             plan.swap_in += self._kv.swap_in(sequence)

@@ -315,7 +315,7 @@ class Scheduler:
         deltas = [delta for request_id in requests for delta in self.abort(request_id, failure)]
         self._preemption.cancel_swaps(plan)
         if self.kv.offloading:
-            self.kv.offloading.cancel(plan.stores, plan.loads)
+            self.kv.offloading.cancel(plan)
         for item in plan.scheduled:
             for sequence in (item.sequence, *item.sampling_sequences):
                 self.running.free(sequence)
@@ -325,8 +325,8 @@ class Scheduler:
         """Process the output of the oldest step in flight. Returns a delta for each sequence with new output."""
         self.admission.invalidate_free_capacity()
         self._preemption.confirm_swaps(plan)
-        if self.kv.offloading and (plan.stores or plan.loads):
-            self.kv.offloading.confirm(plan.stores, plan.loads)
+        if self.kv.offloading and (plan.stores or plan.loads or plan.state_stores or plan.state_loads):
+            self.kv.offloading.confirm(plan)
         deltas: list[TokenDelta] = []
         outputs = iter(output.sampled)
         for i, item in enumerate(plan.scheduled):

@@ -12,7 +12,7 @@ from penstock.core import SamplingParams
 from ..sequence.mrope import mrope_positions
 from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence
-from ..step import EMPTY, ImageSpan, NewRow, RowUpdates, StepInput
+from ..step import EMPTY, ImageSpan, NewRow, RowUpdates, StepInput, StoredState
 from .encoder_cache import EncoderCache
 
 
@@ -97,6 +97,7 @@ class StepBuilder:
                 beam_steps += self._beam_steps.pop(request_id, ())
         return RowUpdates(
             _pairs([(one.block, one.slot) for one in plan.stores]),
+            [StoredState(one.snapshot, one.slots) for one in plan.state_stores],
             _pairs(plan.swap_out),
             _pairs(plan.swap_in),
             _pairs(plan.copies),
@@ -134,6 +135,7 @@ class StepBuilder:
             second_text=request.second_text,
             audio=request.audio,
             snapshot=sequence.snapshot if sequence.num_computed else -1,
+            state_slots=sequence.state_slots,
         )
 
 

@@ -38,6 +38,18 @@ class OffloadedBlock(NamedTuple):
     """Prefix cache hash of the block."""
 
 
+class OffloadedState(NamedTuple):
+    """A recurrent state that is copied between a snapshot and the host tier."""
+
+    snapshot: int
+    slots: list[int]
+    """Slots of the host tier, in the order of ``hashes``."""
+    block_hash: bytes
+    """Prefix cache hash of the block that ends where the state was copied."""
+    hashes: list[bytes]
+    """Hashes of the slots (``block_hash.state_hashes``)."""
+
+
 @dataclass(slots=True)
 class Plan:
     """Plan of one step. Before the step computes, blocks are moved in this order: stored, swapped out, swapped in,
@@ -51,6 +63,10 @@ class Plan:
     """Copies from the KV cache to the host tier of the prefix cache."""
     loads: list[OffloadedBlock] = field(default_factory=list)
     """Copies from the host tier of the prefix cache to the KV cache."""
+    state_stores: list[OffloadedState] = field(default_factory=list)
+    """Copies from snapshots to the host tier."""
+    state_loads: list[OffloadedState] = field(default_factory=list)
+    """Copies from the host tier to snapshots, each before the row of the sequence that starts from it is updated."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     """Blocks to swap out: (device block, host block)."""
     swapped: list[Sequence] = field(default_factory=list)
@@ -71,4 +87,4 @@ class Plan:
 
     def __bool__(self) -> bool:
         """True if the workers have to compute or copy something."""
-        return bool(self.scheduled or self.swap_out or self.stores)
+        return bool(self.scheduled or self.swap_out or self.stores or self.state_stores)

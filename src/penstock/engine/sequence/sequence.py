@@ -84,6 +84,8 @@ class Sequence:
     """Prefix cache hashes of the leading full blocks (``kv.block_hash.extend_block_hashes``)."""
     snapshot: int = -1
     """Snapshot of the recurrent state from which the sequence starts; -1: from its first token."""
+    state_slots: list[int] = field(default_factory=list)
+    """Slots of the host tier from which the snapshot is loaded when the sequence starts; empty: it is valid."""
     fork_at: int = 0
     """Number of leading tokens with keys and values in the prefix cache, but without a snapshot, when the sequence
     started: a snapshot is made there; 0: none."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from penstock.ops import LayerExport, TransferLayout
+from penstock.ops import LayerExport
 
 from ..step import StepInput, TransferMemory
 from .model_runner import ModelRunner
@@ -32,18 +32,34 @@ class KVCopies:
         self._rank = rank
         self.exports: list[LayerExport] = []
         """Part of the transfer buffer for each layer of this stage; empty without KV transfers."""
+        self.transfer_slots = torch.empty(0, 0, dtype=torch.uint8)
+        """Slots of the transfer buffer, ``[slots, slot_bytes]`` uint8."""
         self._host_tier: list[LayerExport] = []
         """Part of the host tier for each layer of this stage; empty without a host tier."""
+        self.host_slots = torch.empty(0, 0, dtype=torch.uint8)
+        """Slots of the host tier, ``[slots, slot_bytes]`` uint8."""
 
     def map(self, transfer: TransferMemory | None, host_tier: TransferMemory | None) -> None:
         """Map the transfer buffer and the host tier; None: absent. Raises ``OSError`` if they cannot be opened."""
-        self.exports, self._host_tier = self._map(transfer), self._map(host_tier)
+        if transfer:
+            self.exports, self.transfer_slots = self._map(transfer)
+        if host_tier:
+            self._host_tier, self.host_slots = self._map(host_tier)
 
-    def _map(self, memory: TransferMemory | None) -> list[LayerExport]:
-        if not memory:
-            return []
-        layouts = self._runner.model.transfer_layouts(memory.slot_tokens, self._quantization)
-        return layer_exports(memory, layouts, self._rank)
+    def _map(self, shared: TransferMemory) -> tuple[list[LayerExport], torch.Tensor]:
+        """Map shared memory. Returns the part of each layer, and all slots. Raises ``OSError`` if it cannot be opened,
+        for example because the worker is on another host."""
+        layouts = self._runner.model.transfer_layouts(shared.slot_tokens, self._quantization)
+        size = shared.offset + shared.slots * shared.slot_bytes
+        descriptor = os.open(shared.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        finally:
+            os.close(descriptor)
+        progress = torch.from_numpy(memory[: shared.offset].view(np.int64)[shared.progress + self._rank :][:1])
+        buffer = torch.from_numpy(memory[shared.offset :])
+        layers = [LayerExport(buffer, layout, progress) for layout in layouts]
+        return layers, buffer.unflatten(0, (shared.slots, shared.slot_bytes))
 
     def export_tokens(self, first_layer: int, last_layer: int, slots: np.ndarray, places: np.ndarray) -> None:
         """Copy tokens of some layers to the transfer buffer. Arguments are the fields of ``ExportKV``."""
@@ -52,11 +68,6 @@ class KVCopies:
     def import_tokens(self, first_layer: int, last_layer: int, slots: np.ndarray, places: np.ndarray) -> None:
         """Copy tokens of some layers from the transfer buffer. Arguments are the fields of ``ImportKV``."""
         self._copy_tokens(self._runner.ops.import_kv, first_layer, last_layer, slots, places)
-
-    def buffer_slot(self, slot: int) -> torch.Tensor:
-        """A slot of the transfer buffer, ``[slot_bytes]`` uint8, in host memory."""
-        size = self.exports[0].layout.slot_bytes
-        return self.exports[0].buffer[slot * size : (slot + 1) * size]
 
     def store_blocks(self, blocks: np.ndarray, slots: np.ndarray) -> None:
         """Copy whole KV blocks to slots of the host tier. Both arguments are ``[blocks]``."""
@@ -69,7 +80,8 @@ class KVCopies:
     def _copy_tokens(
         self, copy: Callable[..., None], first_layer: int, last_layer: int, slots: np.ndarray, places: np.ndarray
     ) -> None:
-        first_of_stage = self._runner.model.layers.start
+        model = self._runner.model
+        first_of_stage = sum(map(model.config.has_attention, range(model.layers.start)))
         mapping, targets = (torch.from_numpy(each.astype(np.int64)) for each in (slots, places))
         for number, (cache, layer) in enumerate(zip(self._runner.cache, self.exports, strict=False), first_of_stage):
             if first_layer <= number < last_layer:
@@ -83,26 +95,6 @@ class KVCopies:
         )
         for cache, layer in zip(self._runner.cache, self._host_tier, strict=False):
             copy(cache, mapping.to(self._runner.device), layer.buffer, places, layer.layout)
-
-
-def layer_exports(transfer: TransferMemory, layouts: Sequence[TransferLayout], rank: int) -> list[LayerExport]:
-    """Map shared memory, and return the part of each layer.
-
-    Args:
-        layouts: layouts of this rank's layers.
-        rank: world rank, which selects the progress counter in the header of the memory.
-
-    Raises ``OSError`` if the memory cannot be opened, for example because the worker is on another host.
-    """
-    size = transfer.offset + transfer.slots * layouts[0].slot_bytes
-    descriptor = os.open(transfer.path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
-    finally:
-        os.close(descriptor)
-    progress = torch.from_numpy(memory[: transfer.offset].view(np.int64)[transfer.progress + rank :][:1])
-    buffer = torch.from_numpy(memory[transfer.offset :])
-    return [LayerExport(buffer, layout, progress) for layout in layouts]
 
 
 def export_places(step: StepInput, num_tokens: np.ndarray) -> np.ndarray:

@@ -28,6 +28,7 @@ from penstock.models.model import Model
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
 from penstock.planning.draft_size import METHODS, head_method
+from penstock.planning.kv_size import check_kv_cache_dtype
 from penstock.planning.model_size import size_of
 from penstock.planning.pipeline import split_layers
 
@@ -231,7 +232,7 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
     """The draft model or draft heads selected by the options; None without them.
 
     Raises ``PenstockError`` if no folder is given, the draft model does not fit the model (vocabulary size, context
-    length, images), or the model has no MTP layers or does not support draft heads.
+    length, images, dtype of the KV cache), or the model has no MTP layers or does not support draft heads.
     """
     if speculative and speculative.method == "mtp" and not model.num_mtp_layers:
         message = "method mtp: this model has no MTP layers (num_nextn_predict_layers); use another method"
@@ -254,6 +255,7 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
     if config.vocab_size != model.vocab_size:
         message = f"the draft model has {config.vocab_size} tokens in its vocabulary, but must have {model.vocab_size}"
         raise invalid("speculative_config", f"{message} like the served model; use another draft model")
+    check_kv_cache_dtype(options.kv_cache_dtype, config)
     length = min(options.max_model_len or model.max_model_len, model.max_model_len)
     if (longest := config.max_model_len) < length:
         message = f"is {length}, and the draft model {folder} has a context of {longest} tokens: give at most {longest}"

@@ -16,7 +16,17 @@ from torch import Tensor
 from penstock.checkpoint.kv_spec import PROGRESS_BITS, bytes_per_block
 from penstock.core import Logprob
 from penstock.models.model import LanguageModelHead, Model
-from penstock.ops import AttentionMetadata, Batch, CaptureOptions, ForwardFn, KVSpec, LayerExport, Ops, reference
+from penstock.ops import (
+    AttentionMetadata,
+    Batch,
+    CaptureOptions,
+    ForwardFn,
+    KVSpec,
+    LayerExport,
+    Ops,
+    StateBatch,
+    reference,
+)
 
 from ..step import SampledTokens
 from .host_copy import HostCopy, to_device
@@ -206,6 +216,9 @@ class ModelRunner:
         batch.positions.clamp_(max=self.model.max_len - 1)  # a step may have more tokens than a sequence
         if layers.start or self.model.vision:
             batch.hidden_states = torch.zeros(tokens, config.hidden_size, dtype=self.model.dtype)
+        if self._state_cache is not None:
+            zero = batch.attention.query_start_loc[:1]
+            batch.states = StateBatch(self._state_cache, zero, zero, zero, zero.repeat(2), zero[:0], zero[:0])
         hidden = self.forward(batch)
         if has_logits:
             self.model.logits(hidden)

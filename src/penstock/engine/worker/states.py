@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.checkpoint.state_spec import StateSpec, bytes_per_slot
 from penstock.ops import StateBatch
 
-from ..step import RowUpdates, StepInput
+from ..step import NewRow, RowUpdates, StepInput
 
 
 class RowStates:
@@ -62,13 +62,20 @@ class RowStates:
     def free(self) -> None:
         self.cache.clear()
 
-    def begin(self, updates: RowUpdates) -> None:
-        """Apply the updates that precede a step: beams that continue others, and rows that start."""
+    def begin(self, updates: RowUpdates, load: Callable[[NewRow], None]) -> None:
+        """Apply the updates that precede a step: beams that continue others, and rows that start.
+
+        Args:
+            load: loads the snapshot of a row with ``state_slots``. It is called just before the snapshot is copied,
+                since the rows before it may start from the state that it overwrites.
+        """
         if len(updates.beam_steps):
             steps = updates.beam_steps.reshape(-1, 4)
             self._copy(steps[:, 1], steps[:, 0])
         for new in updates.new:
             self._lengths[new.row] = new.num_computed
+            if new.state_slots:
+                load(new)
             for part in self._states():
                 part[new.row] = part[self._rows + new.snapshot] if new.snapshot >= 0 else 0
 
@@ -101,16 +108,26 @@ class RowStates:
             tensor(saves[:, 2] + self._rows),
         )
 
-    def read(self, snapshot: int, offset: int, target: Tensor) -> None:
-        """Copy bytes of a snapshot, from ``offset`` on, to ``target``, uint8 in host memory. The bytes are those of all
-        parts of the states, one after another."""
-        for memory, piece in self._pieces(snapshot, offset, len(target)):
-            target[piece] = memory.cpu()
+    def read(self, snapshot: int, memory: Tensor, slots: Sequence[int]) -> None:
+        """Copy a snapshot to host memory: the bytes of all parts of the states, one after another.
 
-    def write(self, snapshot: int, offset: int, source: Tensor) -> None:
-        """Copy ``source``, as filled by ``read``, to a snapshot."""
-        for memory, piece in self._pieces(snapshot, offset, len(source)):
-            memory.copy_(source[piece])
+        Args:
+            memory: ``[slots, slot_bytes]`` uint8.
+            slots: slots of ``memory`` to fill, in this order. What is left of the last is not written.
+        """
+        for index, slot in enumerate(slots):
+            for part, piece in self._pieces(snapshot, index * memory.shape[1], memory.shape[1]):
+                memory[slot, piece] = part.cpu()
+
+    def write(self, snapshot: int, memory: Tensor, slots: Sequence[int], first: int = 0) -> None:
+        """Copy ``slots``, as filled by ``read``, to a snapshot.
+
+        Args:
+            first: index of the first of these slots among those that ``read`` filled.
+        """
+        for index, slot in enumerate(slots, first):
+            for part, piece in self._pieces(snapshot, index * memory.shape[1], memory.shape[1]):
+                part.copy_(memory[slot, piece])
 
     def _pieces(self, snapshot: int, offset: int, size: int) -> Iterator[tuple[Tensor, slice]]:
         """Memory of bytes ``offset`` to ``offset + size`` of a snapshot, part by part, and their range from

@@ -44,6 +44,7 @@ from ..step import (
     LoadWeights,
     MemoryProfile,
     ModelInfo,
+    NewRow,
     ProfileMemory,
     Propose,
     ReadExpertLoad,
@@ -415,29 +416,43 @@ class Worker:
             self._forks[parent].append(row)
         if len(updates.stores):
             self._kv_copies.store_blocks(updates.stores[::2], updates.stores[1::2])
+        if self._states:
+            for state in updates.state_stores:
+                self._states.read(state.snapshot, self._kv_copies.host_slots, self._share(state.slots))
         self._runner.move_blocks(updates.swap_out, updates.swap_in, updates.copies)
         if len(updates.loads):
             self._kv_copies.load_blocks(updates.loads[1::2], updates.loads[::2])
         if self._states:
-            self._states.begin(updates)
+            self._states.begin(updates, self._load_state)
         if self._drafter:
             self._drafter.apply(updates)
 
+    def _load_state(self, row: NewRow) -> None:
+        """Load the snapshot from which a row starts from the host tier."""
+        assert self._states
+        self._states.write(row.snapshot, self._kv_copies.host_slots, self._share(row.state_slots))
+
+    def _share(self, slots: list[int]) -> list[int]:
+        """This rank's share of the slots of a state, which are in order of pipeline stage and rank."""
+        count = len(slots) // (self._group.size * self._stage.size)
+        rank = self._stage.rank * self._group.size + self._group.rank
+        return slots[rank * count : (rank + 1) * count]
+
     def _export_state(self, snapshot: int, slots: np.ndarray) -> None:
         """Copy a snapshot to this rank's share of ``slots`` of the transfer buffer (``ExportState``)."""
-        assert self._states
+        if self._states is None:  # no layer of this pipeline stage has a state
+            return
         self._complete_steps()
-        for index, slot in enumerate(slots.reshape(self._group.size, -1)[self._group.rank].tolist()):
-            memory = self._kv_copies.buffer_slot(slot)
-            self._states.read(snapshot, index * len(memory), memory)
+        self._states.read(snapshot, self._kv_copies.transfer_slots, self._share(slots.tolist()))
 
     def _import_state(self, call: ImportState) -> None:
         """Copy a part of a snapshot from the transfer buffer, if it is of this rank (``ImportState``)."""
-        assert self._states
-        rank, index = divmod(call.index, call.count // self._group.size)
-        if rank == self._group.rank:
-            memory = self._kv_copies.buffer_slot(call.slot)
-            self._states.write(call.snapshot, index * len(memory), memory)
+        if self._states is None:
+            return
+        indices = self._share(list(range(call.count)))
+        if call.index in indices:
+            first = call.index - indices[0]
+            self._states.write(call.snapshot, self._kv_copies.transfer_slots, [call.slot], first)
 
     def _forward(
         self, step: StepInput, num_tokens: np.ndarray, num_states: np.ndarray

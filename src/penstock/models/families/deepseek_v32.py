@@ -15,18 +15,16 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     is_glm = config.architecture == "GlmMoeDsaForCausalLM"
     shared = layers_without_indexer(raw) if is_glm else frozenset[int]()
     indexer = read_indexer_config(raw, latent, interleave=is_glm, shared_layers=shared)
-    experts = read_deepseek_experts(raw)
-    if experts and (kinds := raw.get("mlp_layer_types")):
+    if kinds := raw.get("mlp_layer_types"):
         if len(kinds) != config.num_layers or any(kind not in ("dense", "sparse") for kind in kinds):
             message = f"one of dense and sparse for each of {config.num_layers} layers"
             raise ValueError(f"mlp_layer_types is {kinds!r:.80}; it must have {message}")
-        dense = frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
-        experts = replace(experts, dense_layers=dense)
+        raw = {**raw, "moe_layer_freq": [int(kind == "sparse") for kind in kinds]}
     return replace(
         config,
         head_dim=latent.qk_nope_head_dim + latent.qk_rope_head_dim,
         latent=replace(latent, indexer=indexer),
-        experts=experts,
+        experts=read_deepseek_experts(raw),
     )
 
 

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from .. import _kernels, pages
-from ..batch import CPU, AttentionMetadata, Batch, CaptureOptions, ForwardFn, StateBatch
+from ..batch import CPU, MAX_SNAPSHOTS, AttentionMetadata, Batch, CaptureOptions, ForwardFn, StateBatch
 
-MAX_SNAPSHOTS = 3
-"""Maximum number of snapshots of a sequence's state in a step."""
 MAX_CAPTURED_TOKENS = 4096
 """Maximum number of tokens of a batch that uses the graph, which has buffers of this size."""
 _capturing = threading.local()

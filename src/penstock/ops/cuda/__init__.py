@@ -18,20 +18,11 @@ from ..reference import (
     concatenate,
     count_experts,
     empty,
-    gated_delta_rule,
-    gated_rms_norm,
     hyper_weights,
-    lightning_attention,
     mix_streams,
-    multiply,
-    multiply_gate,
     place_experts,
-    rg_lru,
     rotate_tail,
     select_entries,
-    selective_scan,
-    short_convolution,
-    state_space,
 )
 from .attention import attention
 from .elementwise import (
@@ -40,8 +31,11 @@ from .elementwise import (
     add_residual,
     add_rms_norm,
     clone,
+    gated_rms_norm,
     index_select,
     layer_norm,
+    multiply,
+    multiply_gate,
     rms_norm,
     rope,
     scale,
@@ -72,12 +66,14 @@ from .matrix import (
     use_cublas,
 )
 from .sampling import apply_bitmask, argmax, log_softmax, sample_random, topk
+from .scans import rg_lru, selective_scan
+from .states import gated_delta_rule, lightning_attention, short_convolution, state_space
 
 NAME = "cuda"
 BATCH_INVARIANT = True
 """False after ``set_batch_invariant(False)``."""
 ASYNCHRONOUS = True
-NUMERICS = 1
+NUMERICS = 2
 """Version of the bits of results. Increment it with every change of the bits."""
 MIN_CAPABILITY = (8, 0)
 """Minimum compute capability (Ampere)."""

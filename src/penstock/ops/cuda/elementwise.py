@@ -199,3 +199,64 @@ def _activate(x: Tensor, size: int, function: str, out: Tensor | None, gated: bo
         BLOCK=COLUMNS,
     )
     return out
+
+
+def multiply(x: Tensor, gate: Tensor, function: str = "", out: Tensor | None = None) -> Tensor:
+    """See ``reference.multiply``. The function may also be "sigmoid"."""
+    rows, size = x.shape
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device) if out is None else out
+    assert x.stride(1) == gate.stride(1) == out.stride(1) == 1
+    launch(
+        kernels.multiply,
+        (rows, -(-size // COLUMNS)),
+        x,
+        gate,
+        out,
+        x.stride(0),
+        gate.stride(0),
+        out.stride(0),
+        SIZE=size,
+        FUNCTION=function,
+        BLOCK=COLUMNS,
+    )
+    return out
+
+
+def multiply_gate(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
+    """See ``reference.multiply_gate``."""
+    result = multiply(x.flatten(1), gate.flatten(1), "sigmoid", out)
+    return result.view(x.shape) if out is None else result
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    gate_first: bool = False,
+    out: Tensor | None = None,
+    sigmoid: bool = False,
+) -> Tensor:
+    """See ``reference.gated_rms_norm``."""
+    size = weight.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    assert x.stride(1) == gate.stride(1) == out.stride(1) == 1 and weight.dtype is x.dtype and weight.is_contiguous()
+    launch(
+        kernels.gated_rms_norm,
+        (x.shape[0], x.shape[1] // size),
+        x,
+        gate,
+        weight,
+        out,
+        x.stride(0),
+        gate.stride(0),
+        size if weight.dim() == 2 else 0,
+        out.stride(0),
+        eps,
+        SIZE=size,
+        GATE_FIRST=gate_first,
+        SIGMOID=sigmoid,
+        BLOCK=power_of_two(size),
+        num_warps=norm_warps(size),
+    )
+    return out

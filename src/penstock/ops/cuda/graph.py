@@ -1,8 +1,8 @@
 """Forward passes on the GPU: a batch is sent in one copy, and steps in which every sequence decodes replay CUDA graphs.
 
 A graph has a fixed number of sequences. Graphs of several sizes are captured, and a batch uses the smallest one that is
-large enough. The padding has no query tokens, stores nothing in the KV cache, and does not change the bits of other
-rows, since all kernels are batch-invariant.
+large enough. The padding has no query tokens, stores nothing in the KV cache and in recurrent states, and does not
+change the bits of other rows, since all kernels are batch-invariant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.config.progress import track
 
-from ..batch import AttentionMetadata, Batch, CaptureOptions, ForwardFn
+from ..batch import MAX_SNAPSHOTS, AttentionMetadata, Batch, CaptureOptions, ForwardFn, StateBatch
 from .kernels.tokens import resolve_tokens_kernel
 from .launch import launch
 
@@ -98,6 +98,7 @@ class CapturedForward:
 
     def __init__(self, forward: ForwardFn, options: CaptureOptions) -> None:
         max_blocks, use_lora, hidden_states = options.max_blocks, options.use_lora, options.hidden_states
+        state_cache = options.state_cache
         self._run = _with_resolved_tokens(forward, options.sampled)
         self._device = device = options.device
         self._staging = Staging(device)
@@ -110,7 +111,7 @@ class CapturedForward:
             graph_sizes = options.graph_sizes if hidden_states is None else ()
             sizes = sorted({min(size, options.max_sequences) for size in graph_sizes}, reverse=True)
             for size in track("capturing CUDA graphs", sizes, len(sizes), "graph", logger):
-                batch = _decode_batch(size, max_blocks, use_lora)
+                batch = _decode_batch(size, max_blocks, use_lora, state_cache)
                 self._graphs[size] = DecodeGraph(self._run, batch, self._staging, device, pool, stream)
         except Exception as error:  # for example, a collective that cannot be captured
             logger.warning("CUDA graphs are off, because a capture failed: %s", error, exc_info=error)
@@ -121,7 +122,8 @@ class CapturedForward:
         if on_gpu:
             for tokens in WARM_UP_TOKENS:
                 if tokens <= min(options.max_tokens, max_blocks * MIN_BLOCK_SIZE):
-                    self._run(self._to_device(_prompt_batch(tokens, max_blocks, use_lora, hidden_states)))
+                    batch = _prompt_batch(tokens, max_blocks, use_lora, hidden_states, state_cache)
+                    self._run(self._to_device(batch))
         if self._sizes and on_gpu:
             # the memory of the runs before captures belongs to the capture stream; no other stream can use it
             torch.cuda.empty_cache()
@@ -225,8 +227,8 @@ class DecodeGraph:
                 view[: tensor.shape[0], : tensor.shape[1]] = tensor
             else:
                 view[: len(tensor)] = tensor
-                if len(tensor) == len(batch.token_ids) + 1:  # query_start_loc: no queries after the last sequence
-                    view[len(tensor) :] = len(batch.token_ids)
+                if len(tensor) == len(batch.token_ids) + 1:  # starts: padding has no queries and snapshots
+                    view[len(tensor) :] = tensor[-1]
         self._staging.send(self._layout.size, self._memory)
         if self._graph:
             self._graph.replay()
@@ -242,17 +244,25 @@ class DecodeGraph:
         return _with_tensors(self._template, self._layout.views(self._memory))
 
 
-def _decode_batch(size: int, max_blocks: int, use_lora: bool) -> Batch:
+def _decode_batch(size: int, max_blocks: int, use_lora: bool, state_cache: list[dict[str, Tensor]] | None) -> Batch:
     """Create a batch of ``size`` padding sequences without tokens."""
     zeros, lengths = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int32)
     starts, tables = torch.zeros(size + 1, dtype=torch.int32), torch.zeros(size, max_blocks, dtype=torch.int32)
     metadata = AttentionMetadata(starts, lengths, tables)
     slots = torch.full_like(lengths, -1) if use_lora else None
-    return Batch(zeros, zeros, zeros - 1, metadata, torch.arange(size), metadata, slots, slots)
+    states = _padding_states(size, MAX_SNAPSHOTS * size, state_cache)
+    return Batch(zeros, zeros, zeros - 1, metadata, torch.arange(size), metadata, slots, slots, states=states)
 
 
-def _prompt_batch(tokens: int, max_blocks: int, use_lora: bool, hidden_states: Tensor | None) -> Batch:
-    """Create a warm-up batch of one prompt, which stores no keys and values, and attends to the first KV block."""
+def _prompt_batch(
+    tokens: int,
+    max_blocks: int,
+    use_lora: bool,
+    hidden_states: Tensor | None,
+    state_cache: list[dict[str, Tensor]] | None,
+) -> Batch:
+    """Create a warm-up batch of one prompt, which stores no keys, values and states, and attends to the first KV
+    block."""
     zeros, starts = torch.zeros(tokens, dtype=torch.int64), torch.tensor([0, tokens], dtype=torch.int32)
     tables, lengths = torch.zeros(1, max_blocks, dtype=torch.int32), starts[1:].clone()
     slots = torch.full((tokens,), -1, dtype=torch.int32) if use_lora else None
@@ -267,7 +277,16 @@ def _prompt_batch(tokens: int, max_blocks: int, use_lora: bool, hidden_states: T
         slots,
         None if slots is None else slots[:1],
         hidden,
+        states=_padding_states(1, 0, state_cache),
     )
+
+
+def _padding_states(sequences: int, snapshots: int, cache: list[dict[str, Tensor]] | None) -> StateBatch | None:
+    """States of padding sequences, with memory for ``snapshots``; None without state layers."""
+    if cache is None:
+        return None
+    slots, starts, saves = (torch.zeros(count, dtype=torch.int32) for count in (sequences, sequences + 1, snapshots))
+    return StateBatch(cache, slots - 1, slots, slots, starts, saves, saves)
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
@@ -280,12 +299,23 @@ def _tensors(batch: Batch) -> list[Tensor]:
     if batch.logits_lora_slots is not None and batch.logits_lora_slots is not batch.lora_slots:
         slots.append(batch.logits_lora_slots)
     tables = [tensor for m in metadata for tensor in (m.query_start_loc, m.seq_lens, m.block_tables)]
-    return [batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_indices, *tables, *slots]
+    states = _state_tensors(batch.states) if batch.states else []
+    return [batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_indices, *states, *tables, *slots]
+
+
+def _state_tensors(states: StateBatch) -> list[Tensor]:
+    """Tensors of ``StateBatch``, in the order of its arguments after the cache."""
+    numbers = [states.slots, states.accepted, states.drafts, states.save_start_loc]
+    return [*numbers, states.save_after, states.save_slots]
 
 
 def _with_tensors(batch: Batch, tensors: list[Tensor]) -> Batch:
     """Replace the tensors of a batch, in the order of ``_tensors``."""
-    token_ids, positions, slot_mapping, logits_indices, starts, lengths, tables, *rest = tensors
+    token_ids, positions, slot_mapping, logits_indices, *rest = tensors
+    states = None
+    if batch.states:
+        states, rest = StateBatch(batch.states.cache, *rest[:6]), rest[6:]
+    starts, lengths, tables, *rest = rest
     attention = logits_attention = AttentionMetadata(starts, lengths, tables)
     if batch.logits_attention is not batch.attention:
         logits_attention, rest = AttentionMetadata(*rest[:3]), rest[3:]
@@ -302,6 +332,7 @@ def _with_tensors(batch: Batch, tensors: list[Tensor]) -> Batch:
         logits_attention=logits_attention,
         lora_slots=lora_slots,
         logits_lora_slots=logits_lora_slots,
+        states=states,
     )
 
 

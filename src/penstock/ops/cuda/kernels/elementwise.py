@@ -232,3 +232,55 @@ def scale(x, out, stride, factor, cap, SIZE: tl.constexpr, CAPPED: tl.constexpr,
     if CAPPED:
         result = tanh(result / cap) * cap
     tl.store(out + row * SIZE + columns, result.to(row_values.dtype), mask=inside)
+
+
+@triton.jit
+def multiply(
+    x, gate, out, stride, gate_stride, out_stride, SIZE: tl.constexpr, FUNCTION: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A block of columns of a row, times those of another row, to which a function may be applied first."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    row_values = tl.load(x + row * stride + columns, mask=inside, other=0.0)
+    factor = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if FUNCTION == "sigmoid":
+        factor = 1.0 / (1.0 + tl.exp(-factor))
+    elif FUNCTION != "":
+        factor = apply_activation(factor, FUNCTION)
+    result = row_values.to(tl.float32) * factor
+    tl.store(out + row * out_stride + columns, result.to(row_values.dtype), mask=inside)
+
+
+@triton.jit
+def gated_rms_norm(
+    x,
+    gate,
+    weight,
+    out,
+    stride,
+    gate_stride,
+    weight_stride,
+    out_stride,
+    eps,
+    SIZE: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """RMS norm of a group of a row, multiplied by the row's gate before or after the norm. Grid: row, group."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    at = tl.program_id(1) * SIZE + columns
+    row_values = tl.load(x + row * stride + at, mask=inside, other=0.0)
+    factor = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    weights = tl.load(weight + tl.program_id(1) * weight_stride + columns, mask=inside, other=0.0)
+    factor = (1.0 if SIGMOID else factor) / (1.0 + tl.exp(-factor))
+    x32 = row_values.to(tl.float32)
+    if GATE_FIRST:
+        x32 *= factor
+    normed = scale_by_weights(x32 * inverse_rms(x32, SIZE, eps), weights, row_values.dtype)
+    if not GATE_FIRST:
+        normed = (normed.to(tl.float32) * factor).to(row_values.dtype)
+    tl.store(out + row * out_stride + at, normed, mask=inside)
