@@ -119,6 +119,11 @@ class ModelConfig:
         """Layers that attend to the keys selected by the layer before them (sparse attention)."""
         return self.latent.indexer.shared_layers if self.latent and self.latent.indexer else frozenset()
 
+    @property
+    def entry_dims(self) -> tuple[int, ...]:
+        """Elements of a token's compressed entry and its index key in each layer (DeepSeek-V4); (): none."""
+        return tuple(map(self.compressed.entry_dim, range(self.num_layers))) if self.compressed else ()
+
     def has_attention(self, layer: int) -> bool:
         """Whether a layer, or MTP layer, has attention, and thus keys and values."""
         return layer >= len(self.layer_kinds) or self.layer_kinds[layer] in ("attention", "both")

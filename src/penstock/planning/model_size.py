@@ -142,7 +142,7 @@ def size_of(config: ModelConfig) -> ModelSize:
         num_kv_heads=kv_heads,
         kv_dim=kv_dim,
         latent=latent.kv_lora_rank if latent else compressed.head_dim if compressed else 0,
-        entry_dims=tuple(map(compressed.entry_dim, range(layers))) if compressed else (),
+        entry_dims=config.entry_dims,
         index_dim=config.index_dim,
         shared_layers=config.shared_layers,
         mtp_weights=config.num_mtp_layers * (attention + _indexer(config) + mtp + 2 * hidden * hidden),

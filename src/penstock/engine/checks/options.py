@@ -101,7 +101,6 @@ def _check_compressed(options: EngineOptions, config: ModelConfig) -> None:
             groups % options.tensor_parallel_size > 0,
             f"it must divide the number of groups of heads (o_groups), {groups}",
         ),
-        "kv_cache_dtype": (options.kv_cache_dtype != "auto", "compressed entries are not quantized; use auto"),
         "enable_lora": (options.enable_lora, "remove this option"),
         "lora_modules": (bool(options.lora_modules), "remove this option"),
     }
