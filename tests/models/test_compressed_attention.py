@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, DeepseekV4Config, FineGrainedFP8C
 
 from penstock.checkpoint.config_json import read_config_json
 from penstock.checkpoint.experts_config import Routing
+from penstock.cli.main import main
 from penstock.config.options import EngineOptions
 from penstock.core import PenstockError
 from penstock.engine.engine import Engine
@@ -38,6 +39,7 @@ from penstock.models import read_config
 from penstock.models.loader import LoadOptions, load_model
 from penstock.ops import AttentionMetadata, Batch, KVSpec, StateBatch, backend, reference
 from penstock.ops.compressed import Compression
+from penstock.ops.cpu.graph import MAX_CAPTURED_TOKENS
 from penstock.planning.kv_size import kv_specs, weight_bytes
 from penstock.planning.model_size import model_size_of, state_specs_of
 from penstock.quant.fp8 import pack
@@ -234,6 +236,27 @@ def test_quantized_checkpoint_matches_transformers(experts: str, tmp_path: Path)
     check(tmp_path, read, 10.0)
 
 
+def test_engine_folder_has_the_bits_of_the_checkpoint(tmp_path: Path) -> None:
+    save_v4(tmp_path / "checkpoint")
+    assert (
+        main(["build", str(tmp_path / "checkpoint"), "--output-dir", str(tmp_path / "engine"), "--dtype", "float32"])
+        == 0
+    )
+    expected = outputs(tmp_path / "checkpoint", GREEDY, REPEATED)
+    assert outputs(tmp_path / "engine", GREEDY, REPEATED) == expected
+
+
+@pytest.mark.slow
+def test_steps_without_a_captured_graph_have_the_same_bits(tmp_path: Path) -> None:
+    save_v4(tmp_path)
+    prompts = [[Random(seed).randrange(2, 300) for _ in range(280)] for seed in range(MAX_CAPTURED_TOKENS // 280 + 1)]
+    captured, other = (
+        outputs(tmp_path, GREEDY, prompts, max_num_batched_tokens=tokens, num_gpu_blocks_override=400)
+        for tokens in (200, 2 * MAX_CAPTURED_TOKENS)
+    )
+    assert captured == other
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", list(CONFIGS)[:3])
 def test_bits_do_not_depend_on_drafts_and_ranks(name: str, tmp_path: Path) -> None:
@@ -289,6 +312,7 @@ def test_prefill_and_decode_engines_answer_as_one_engine(checkpoint: Path, secre
         {"pipeline_parallel_size": 2},
         {"tensor_parallel_size": 4},
         {"kv_cache_dtype": "int8"},
+        {"load_format": "dummy"},
         {"enable_lora": True},
     ],
     ids=lambda options: next(iter(options)),

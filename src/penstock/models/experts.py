@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from penstock.checkpoint.experts_config import ExpertsConfig
@@ -58,13 +59,15 @@ def _shared_expert(context: BuildContext, experts: ExpertsConfig, config: ModelC
 def _hash_table(context: BuildContext, experts: ExpertsConfig, config: ModelConfig, name: str) -> Tensor:
     """Experts of each token id, ``[vocabulary, top_k]`` int64."""
     tensor = f"{name}.gate.tid2eid"
-    table = context.read_weight(tensor, config.vocab_size, experts.routing.top_k, as_stored=True).long()
+    table = context.read_weight(tensor, config.vocab_size, experts.routing.top_k, as_stored=True)
+    if table.dtype not in (torch.int32, torch.int64):
+        raise invalid("model", f"tensor {tensor} has dtype {table.dtype}; it must be int64 or int32")
     if table.min() < 0 or table.max() >= experts.num_experts:
         message = (
             f"tensor {tensor} has experts from {table.min()} to {table.max()}, but there are {experts.num_experts}"
         )
         raise invalid("model", f"{message}; check the weights")
-    return table.contiguous()
+    return table.long().contiguous()
 
 
 def _router_bias(context: BuildContext, experts: ExpertsConfig, name: str) -> Tensor:

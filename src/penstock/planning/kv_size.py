@@ -83,7 +83,7 @@ def _kept(scheme: Scheme, wanted: Format, stored: Format) -> Format:
 
 
 def check_kv_cache_dtype(kv_cache_dtype: str, model: ModelConfig | ModelSize) -> None:
-    """Raise ``PenstockError`` (``unsupported``) for a quantized cache of a model with sparse or compressed attention."""
+    """Raise ``PenstockError`` (``unsupported``) for a quantized cache of sparse or compressed attention."""
     if (model.index_dim or model.entry_dims) and KV_QUANTIZATION[kv_cache_dtype]:
         message = f"kv_cache_dtype: {kv_cache_dtype} is not supported for {model.architecture}, whose attention"
         message = f"{message} stores index keys or compressed entries unquantized; use auto"

@@ -101,6 +101,10 @@ def _check_compressed(options: EngineOptions, config: ModelConfig) -> None:
             groups % options.tensor_parallel_size > 0,
             f"it must divide the number of groups of heads (o_groups), {groups}",
         ),
+        "load_format": (
+            options.load_format == "dummy" and bool(config.experts and config.experts.hash_layers),
+            "random weights have no table from token ids to experts",
+        ),
         "enable_lora": (options.enable_lora, "remove this option"),
         "lora_modules": (bool(options.lora_modules), "remove this option"),
     }
