@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import test_latent_attention
+import test_models
 import test_prefill_decode
 import torch
 from checkpoints import SMALL, save
@@ -163,6 +164,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_model_matches_transformers(name: str, tmp_path: Path) -> None:
     check(tmp_path, save_v4(tmp_path, **CONFIGS[name]), 10.0)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("name", list(CONFIGS)[:2])
+def test_bfloat16_error_is_near_that_of_transformers(name: str, tmp_path: Path) -> None:
+    model = save_v4(tmp_path, **CONFIGS[name])
+    llm = LLM(tmp_path, **OPTIONS)
+    (tmp_path / "bfloat16").mkdir()
+    test_models.test_bfloat16_error_is_near_that_of_transformers((llm, model), tmp_path / "bfloat16")
 
 
 def test_reference_ops_match_cpu_kernels(tmp_path: Path) -> None:

@@ -102,10 +102,10 @@ class CompressedAttention:
         self._num_heads = heads.size
         down = [f"{name}.wq_a", f"{name}.wkv"]
         self._down = ColumnParallelLinear(context, down, hidden_size, [Shard(0, rank, rank), Shard(0, dim, dim)])
-        self._q_norm = RMSNorm(context, f"{name}.q_norm", rank, eps, float32=True)
+        self._q_norm = RMSNorm(context, f"{name}.q_norm", rank, eps, float32=True, as_stored=True)
         self._query = ColumnParallelLinear(context, [f"{name}.wq_b"], rank, [heads * dim])
         self._head_norm = UnweightedRMSNorm(context, dim, eps)
-        self._norm = RMSNorm(context, f"{name}.norm", dim, eps, float32=True)
+        self._norm = RMSNorm(context, f"{name}.norm", dim, eps, float32=True, as_stored=True)
         sinks = context.read_weight(f"{name}.attn_sink", num_heads, rows=heads.rows, as_stored=True)
         self._sinks = sinks.float()
 

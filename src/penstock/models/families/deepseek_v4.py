@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Literal
 
 from penstock.checkpoint.compressed_config import read_compressed_config
+from penstock.checkpoint.decoder_options import NormOptions
 from penstock.checkpoint.experts_config import ExpertsConfig, Routing
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 from penstock.core import Code, PenstockError
@@ -48,7 +49,12 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         rope_parameters=compressed.rope,
         local_rope_parameters=compressed.window_rope,
         experts=_read_experts(raw, config.num_layers, size),
-        options=options_of(raw, activation="swiglu10", partial_rotary_factor=factor),
+        options=options_of(
+            raw,
+            activation="swiglu10",
+            partial_rotary_factor=factor,
+            norm=NormOptions(float32=True, as_stored=True),
+        ),
     )
 
 
