@@ -120,6 +120,11 @@ class ModelConfig:
         return self.latent.indexer.shared_layers if self.latent and self.latent.indexer else frozenset()
 
     @property
+    def stream_size(self) -> int:
+        """Elements of a token's residual stream, or of all its residual streams."""
+        return self.hidden_size * (self.compressed.hyper.streams if self.compressed else 1)
+
+    @property
     def entry_dims(self) -> tuple[int, ...]:
         """Elements of a token's compressed entry and its index key in each layer (DeepSeek-V4); (): none."""
         return tuple(map(self.compressed.entry_dim, range(self.num_layers))) if self.compressed else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import repeat
 from typing import Any
 
@@ -82,12 +83,12 @@ class DeepseekV4(Decoder):
         super().__init__(context, config)
         hyper = config.compressed.hyper
         self._streams = hyper.streams
-        published = context.weights.has("hc_head_fn")
-        prefix = "hc_head" if published else "model.hc_head.hc"
-        names = f"{prefix}_fn", f"{prefix}_base", f"{prefix}_scale"
-        self._head_weights = StreamWeights(
-            context, names, config.hidden_size, hyper, config.rms_norm_eps, collapse_only=True
-        )
+        if self._is_last:
+            prefix = "hc_head" if context.weights.has("hc_head_fn") else "model.hc_head.hc"
+            names = f"{prefix}_fn", f"{prefix}_base", f"{prefix}_scale"
+            self._head_weights = StreamWeights(
+                context, names, config.hidden_size, hyper, config.rms_norm_eps, collapse_only=True
+            )
 
     def _make_layer(
         self, context: BuildContext, number: int, attention: AttentionFactory, mlp: MLPFactory
@@ -99,20 +100,20 @@ class DeepseekV4(Decoder):
         return [attention for attention in attentions if attention.has_state]
 
     def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
-        return transfer_layouts(self.kv_specs(slot_tokens, quantization), slot_tokens)
+        first, dims = self.kv_specs(slot_tokens, quantization)[0], self.config.entry_dims
+        specs = [replace(first, head_dim=first.latent + entry, index_dim=entry) for entry in dims]
+        layouts = transfer_layouts(specs, slot_tokens)
+        return [layouts[number] for number in self.layers]
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
-        x = batch.hidden_states
+        streams = batch.hidden_states
         if self._expert_load:
             self._expert_load.num_tokens = batch.attention.query_start_loc[-1:]
-        if x is None:
-            x = self._embed(batch.token_ids)
-        streams = x
-        for _ in range(self._streams - 1):
-            streams = self._ops.concatenate(streams, x)
-        if self._streams == 1:
-            streams = self._ops.clone(x)
+        if streams is None:
+            streams = x = self._embed(batch.token_ids)
+            for _ in range(self._streams - 1):
+                streams = self._ops.concatenate(streams, x)
         for layer, layer_cache, layer_export in zip(self._layers, cache, export or repeat(None), strict=False):
             streams, _ = layer(streams, None, layer_cache, batch, layer_export)
-        return self._norm(self._head_weights(streams)[0])
+        return self._norm(self._head_weights(streams)[0]) if self._is_last else streams

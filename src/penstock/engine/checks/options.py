@@ -96,7 +96,6 @@ def _check_compressed(options: EngineOptions, config: ModelConfig) -> None:
     assert config.compressed
     groups = config.compressed.groups
     unsupported = {
-        "pipeline_parallel_size": (options.pipeline_parallel_size > 1, "use tensor_parallel_size"),
         "tensor_parallel_size": (
             groups % options.tensor_parallel_size > 0,
             f"it must divide the number of groups of heads (o_groups), {groups}",
