@@ -321,9 +321,9 @@ def test_prefill_and_decode_engines_answer_as_one_engine(checkpoint: Path, secre
     lone = start(checkpoint, kind)
     alone = run(lone, requests)
     lone.close()
-    cluster = test_prefill_decode.Cluster(
-        checkpoint, kind, secret, rng, [{"pipeline_parallel_size": 2}], [{"speculative_config": NGRAM}]
-    )
+    stages = {"pipeline_parallel_size": 2}
+    decode = stages | {"speculative_config": NGRAM}
+    cluster = test_prefill_decode.Cluster(checkpoint, kind, secret, rng, [stages], [decode])
     try:
         assert answers(cluster, requests, rng) == alone
         assert cluster.counts("completed") > 0
