@@ -522,6 +522,40 @@ def test_selection_of_entries_matches_reference(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("instruction_set")
+@settings(max_examples=4, deadline=None)
+@given(seed=seeds)
+def test_long_lists_of_entries_match_reference_with_any_number_of_threads(seed: int) -> None:
+    """Scores and attention of long sequences are divided among threads; sinks are added once."""
+    rng = Random(seed)
+    dtype, lengths, new, dim, index_dim, rate = rng.choice(DTYPES), [1700, 900], 3, 32, 16, rng.choice((1, 2))
+    spec = KVSpec(1, 2 * dim + index_dim, NAMES[dtype], 64, latent=dim, index_dim=dim + index_dim)
+    ours, theirs = (ops.new_kv_cache([spec], 54, CPU)[0] for ops in (cpu, reference))
+    vectors = randn(seed, 54 * 64, spec.head_dim, dtype=dtype)
+    ours.data.view(dtype).view(-1, spec.head_dim).copy_(vectors)
+    theirs.view(-1, spec.head_dim).copy_(vectors)
+    starts, tables = torch.tensor([0, new, 2 * new]).int(), torch.randperm(54).int().view(2, 27)
+    metadata = AttentionMetadata(starts, torch.tensor(lengths).int(), tables)
+    q, sinks = randn(seed + 1, 2 * new, 20, dim, dtype=dtype), randn(seed + 2, 20) * 3
+    index_q, weights = randn(seed + 3, 2 * new, 4, index_dim, dtype=dtype), randn(seed + 4, 2 * new, 4)
+    before, found = kernels.threads(), []
+    try:
+        for threads in (1, 2, 5):
+            cpu.set_threads(threads)
+            every = cpu.select_entries(ours, metadata, 2 * new, 128, rate, 1700 // rate)
+            some = cpu.select_entries(ours, metadata, 2 * new, 128, rate, 300, index_q, weights, 0.3)
+            found.append([cpu.compressed_attention(q, ours, each, 0.2, sinks) for each in (every, some)])
+    finally:
+        cpu.set_threads(before)
+    for attended in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(attended, found[0], strict=True))
+    for selection, attended in zip((every, some), found[0], strict=True):
+        assert_close(attended, reference.compressed_attention(q, theirs, selection, 0.2, sinks))
+    whole = reference.select_entries(theirs, metadata, 2 * new, 128, rate, 1700 // rate)
+    used = torch.arange(whole.block_tables.shape[1]) < whole.seq_lens[:, None]
+    assert torch.equal(whole.block_tables[used], every.block_tables[used])
+
+
+@pytest.mark.usefixtures("instruction_set")
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds)
 def test_hyper_connections_match_reference(seed: int) -> None:
