@@ -258,14 +258,16 @@ def test_quantized_checkpoint_matches_transformers(experts: str, tmp_path: Path)
     check(tmp_path, read, 10.0)
 
 
-def test_engine_folder_has_the_bits_of_the_checkpoint(tmp_path: Path) -> None:
+def test_engine_folder_and_its_conversion_have_the_bits_of_the_checkpoint(tmp_path: Path) -> None:
     save_v4(tmp_path / "checkpoint")
     assert (
         main(["build", str(tmp_path / "checkpoint"), "--output-dir", str(tmp_path / "engine"), "--dtype", "float32"])
         == 0
     )
+    assert main(["convert", str(tmp_path / "engine"), "--output-dir", str(tmp_path / "converted")]) == 0
     expected = outputs(tmp_path / "checkpoint", GREEDY, REPEATED)
-    assert outputs(tmp_path / "engine", GREEDY, REPEATED) == expected
+    for folder in ("engine", "converted"):
+        assert outputs(tmp_path / folder, GREEDY, REPEATED) == expected
 
 
 @pytest.mark.slow

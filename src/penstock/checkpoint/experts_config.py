@@ -58,6 +58,8 @@ class ExpertsConfig:
     """Intermediate size of the shared experts together; 0: no shared expert."""
     shared_name: str = "shared_experts"
     shared_bias: bool = False
+    shared_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Gate, up and down projection of the shared expert, if experts have gates."""
     shared_gate: str = ""
     """Name of the matrix of the shared expert's gate; "": no gate."""
     router_bias: str = ""

@@ -52,7 +52,7 @@ def feed_forward(context: BuildContext, config: ModelConfig, layer: int, name: s
 def _shared_expert(context: BuildContext, experts: ExpertsConfig, config: ModelConfig, name: str) -> MLPLayer:
     sizes = config.hidden_size, experts.shared_size, experts.shared_bias
     if experts.projections[0]:
-        return GatedMLP(context, name, *sizes, config.options.activation)
+        return GatedMLP(context, name, *sizes, config.options.activation, projections=experts.shared_projections)
     return MLP(context, (f"{name}.up_proj", f"{name}.down_proj"), *sizes, config.options.activation)
 
 

@@ -23,8 +23,8 @@ SUPPORTED = {
 """Fields → the only supported value."""
 SCORES: dict[str, Literal["sqrtsoftplus", "sigmoid"]] = {"sqrtsoftplus": "sqrtsoftplus", "sigmoid": "sigmoid"}
 """``scoring_func`` → ``Routing.scores``."""
-SHARED = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""Projections of the shared expert, in ``GatedMLP`` → in the checkpoint."""
+PROJECTIONS = "w1", "w3", "w2"
+"""Gate, up and down projection of an expert."""
 TOP_LEVEL = {"model.embed_tokens": "embed", "lm_head": "head"}
 """Modules outside of the layers → name in the checkpoint."""
 
@@ -83,7 +83,8 @@ def _read_experts(raw: ConfigJson, layers: int, size: int) -> ExpertsConfig:
         router_bias="gate.bias",
         router_float32=True,
         module="ffn",
-        projections=("w1", "w3", "w2"),
+        shared_projections=PROJECTIONS,
+        projections=PROJECTIONS,
         hash_layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "hash_moe"),
     )
 
@@ -92,9 +93,6 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     """Published files have no prefix ``model.``, files of transformers have one."""
     if name in TOP_LEVEL:
         return Stored(TOP_LEVEL[name], other=name)
-    parent, _, last = name.rpartition(".")
-    if parent.endswith(".shared_experts"):
-        name = f"{parent}.{SHARED[last]}"
     return Stored(name.removeprefix("model."), other=name)
 
 
