@@ -214,6 +214,7 @@ struct QueryRows {
   float max_score[kTaskRows + 16];
   int64_t last_key[kTaskRows], first_key[kTaskRows];  // a row attends to positions first_key..last_key
   Quantization quantization[kTaskRows];  // scale and sum of each quantized query
+  float slopes[kTaskRows];  // ALiBi: increase of a row's scores per position
   // Scores and weights of the rows in progress; rows are kSpan elements apart.
   alignas(64) float scores[kMaxRowsAtOnce * kSpan];
   alignas(64) typename K::ValueStep::In weights[kMaxRowsAtOnce * kSpan];
@@ -436,9 +437,23 @@ PENSTOCK_NOINLINE void cap_scores(AttentionTile<K>& m, int count, float cap_scal
     }
 }
 
+// Adds ALiBi (Press et al., 2022): a row's slope times the distance of each position from its last position, which is zero
+// for the query's own position.
+template <class K>
+PENSTOCK_NOINLINE void add_alibi(AttentionTile<K>& m, int count) {
+  for (int r = 0; r < count; r++) {
+    const f32x16 slope = broadcast(m.rows.slopes[m.first + r]);
+    const i32x16 first = iota() + int32_t(m.begin - m.rows.last_key[m.first + r]);
+    for (int64_t p = 0; p < m.columns; p += 16) {
+      float* score = m.rows.scores + r * kSpan + p;
+      store(score, fma(to_float(first + int32_t(p)), slope, load(score)));
+    }
+  }
+}
+
 template <class K>
 void attend(QueryRows<K>& rows, int first, int count, const KVPanel<K>& span, const KVPanel<K>& next, int64_t dim,
-            int64_t value_dim, int64_t begin, float power, float cap_scale = 0) {
+            int64_t value_dim, int64_t begin, float power, float cap_scale = 0, bool alibi = false) {
   int64_t last = 0;
   for (int r = 0; r < count; r++) last = rows.last_key[first + r] > last ? rows.last_key[first + r] : last;
   if (last < begin) return;
@@ -448,6 +463,7 @@ void attend(QueryRows<K>& rows, int first, int count, const KVPanel<K>& span, co
   if constexpr (kUsesAmx<K>) {
     score_amx(m, count);
     if (cap_scale) cap_scores(m, count, cap_scale);
+    if (alibi) add_alibi(m, count);
     for (int at = 0; at < count; at += kTileRows)
       with_rows(count - at, [&]<int R>() { update_softmax<K, R>(m, at, power); });
     accumulate_values_amx(m, count);
@@ -455,6 +471,7 @@ void attend(QueryRows<K>& rows, int first, int count, const KVPanel<K>& span, co
     with_rows(count, [&]<int R>() {
       score<K, R>(m);
       if (cap_scale) cap_scores(m, R, cap_scale);
+      if (alibi) add_alibi(m, R);
       update_softmax<K, R>(m, 0, power);
       accumulate_values<K, R>(m);
     });
@@ -510,6 +527,7 @@ void attention_task(const Attention& a, int64_t task) {
     for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(q + d);
     rows.last_key[r] = last_key;
     rows.first_key[r] = from;
+    rows.slopes[r] = a.alibi ? a.alibi[head] / (a.cap ? a.cap : a.scale) : 0;  // `power` multiplies scores and slopes
     last = last_key > last ? last_key : last;
     earliest = from < earliest ? from : earliest;
   }
@@ -526,7 +544,7 @@ void attention_task(const Attention& a, int64_t task) {
     constexpr int at_once = kUsesAmx<K> ? kMaxRowsAtOnce : kTileRows;
     for (int first = 0; first < count; first += at_once)
       attend<K>(rows, first, count - first < at_once ? count - first : at_once, span, next, dim, dim, begin, power,
-                cap_scale);
+                cap_scale, a.alibi);
   };
   const int64_t begin = earliest / kSpan * kSpan;
   if (size == kSpan) {

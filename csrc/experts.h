@@ -133,7 +133,10 @@ inline void route_token(const Router& a, int64_t token) {
     total += weights[j] = scores[id];
   }
   const float divisor = !a.renormalize ? 1.0f : (total < a.min_sum ? a.min_sum : total) + a.added_sum;
-  for (int64_t j = 0; j < a.top_k; j++) weights[j] = weights[j] / divisor * a.scale;
+  for (int64_t j = 0; j < a.top_k; j++) {
+    const float factor = a.factors ? a.factors[a.ids[token * a.top_k + j]] : 1.0f;
+    weights[j] = weights[j] / divisor * a.scale * factor;
+  }
 }
 
 template <class T>

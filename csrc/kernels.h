@@ -101,6 +101,7 @@ struct ExpertLinear {
 struct Router {
   const float* logits;  // [tokens, experts]
   const float* bias;  // [experts], added to scores for the selection only; null: absent
+  const float* factors;  // [experts], factor of each expert's weight; null: absent
   int64_t* ids;  // [tokens, top_k]
   float* weights;  // [tokens, top_k]
   int64_t experts, top_k, groups, top_groups;
@@ -310,6 +311,7 @@ struct Attention {
   bool causal;  // false: queries also attend to later positions: to all, or with a window to window - 1 of them
   const int32_t* key_ends;  // [tokens]: position after the last one to which each query attends; null: see `causal`
   bool chunked;  // queries attend only within their chunk of `window` positions
+  const float* alibi;  // [heads]: slope of the scores by the distance of keys; null: absent
   // Sparse attention over a latent cache: elements between the cache's vectors. Each query is a sequence, and
   // `block_tables` has the slots of the positions to which it attends (SelectKeys). 0: dense attention.
   int64_t row;
@@ -544,7 +546,7 @@ constexpr int64_t panel_positions(int64_t block_size) {
 constexpr int64_t kTileRows = 6;  // rows of a register tile of products, unless the format defines another number
 constexpr int64_t kMaxTaskPanels = 8;  // panels of a linear layer's task
 constexpr int64_t kRowsPerTask = 16;  // rows of a task of row kernels
-constexpr int64_t kMaxHead = 256;  // largest head size
+constexpr int64_t kMaxHead = 512;  // largest head size
 constexpr int64_t kMaxLatent = 512;  // largest value size of a latent cache
 constexpr int64_t kMaxLatentKey = 640;  // largest key size of a latent cache
 constexpr int64_t kMaxLatentGroups = 6;  // maximum rows of a task over a latent cache, in units of Kernels::attention_rows

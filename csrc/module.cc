@@ -299,13 +299,13 @@ void experts_linear(Address x, Address x_scales, Address x_sums, const Experts& 
   });
 }
 
-void route(Address logits, Address bias, Address ids, Address weights, int64_t tokens, int64_t experts, int64_t top_k,
-           int64_t groups, int64_t top_groups, float scale, float min_sum, float added_sum, int function, bool sum_top2,
-           bool renormalize, Address token_ids, Address table) {
+void route(Address logits, Address bias, Address factors, Address ids, Address weights, int64_t tokens, int64_t experts,
+           int64_t top_k, int64_t groups, int64_t top_groups, float scale, float min_sum, float added_sum, int function,
+           bool sum_top2, bool renormalize, Address token_ids, Address table) {
   submit_rows(tokens, &Kernels::router,
-              Router{ptr<float>(logits), ptr<float>(bias), ptr<int64_t>(ids), ptr<float>(weights), experts, top_k, groups,
-                     top_groups, scale, min_sum, added_sum, Scores(function), sum_top2, renormalize, ptr<int64_t>(token_ids),
-                     ptr<int64_t>(table)});
+              Router{ptr<float>(logits), ptr<float>(bias), ptr<float>(factors), ptr<int64_t>(ids), ptr<float>(weights),
+                     experts, top_k, groups, top_groups, scale, min_sum, added_sum, Scores(function), sum_top2, renormalize,
+                     ptr<int64_t>(token_ids), ptr<int64_t>(table)});
 }
 
 void count_experts(Address ids, Address counts, int64_t tokens, int64_t top_k) {
@@ -581,13 +581,14 @@ LatentTasks latent_tasks(const int32_t* starts, const int32_t* lengths, int64_t 
 void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,
                int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t table_width,
                int64_t window, int64_t out_stride, float scale, int type, bool quantized, float cap, Address sinks,
-               int64_t latent, bool causal, Address key_ends, bool chunked, int64_t row, int64_t parts) {
+               int64_t latent, bool causal, Address key_ends, bool chunked, Address alibi, int64_t row, int64_t parts) {
   submit({sequences, sequences}, [=](Size size) {
     const int32_t* starts = ptr<int32_t>(query_starts);
-    auto args = make<Attention>(ptr<void>(q), ptr<void>(out), ptr<void>(cache), ptr<int32_t>(block_tables), starts,
-                                ptr<int32_t>(lengths), nullptr, 0, heads, kv_heads, dim, block_size, table_width, window,
-                                out_stride, scale, Type(type), quantized, cap, ptr<float>(sinks), latent,
-                                kernels->attention_rows, nullptr, causal, ptr<int32_t>(key_ends), chunked, row, parts);
+    auto args =
+        make<Attention>(ptr<void>(q), ptr<void>(out), ptr<void>(cache), ptr<int32_t>(block_tables), starts,
+                        ptr<int32_t>(lengths), nullptr, 0, heads, kv_heads, dim, block_size, table_width, window, out_stride,
+                        scale, Type(type), quantized, cap, ptr<float>(sinks), latent, kernels->attention_rows, nullptr,
+                        causal, ptr<int32_t>(key_ends), chunked, ptr<float>(alibi), row, parts);
     if (latent) {
       const LatentTasks tasks = latent_tasks(starts, args.lengths, row ? size.tokens : size.sequences, heads, latent);
       args.tiles = tasks.tiles.data(), args.tasks = int64_t(tasks.tiles.size()) / 4;

@@ -121,6 +121,7 @@ FORMATS = {
     "nemotron_json": "<TOOLCALL>",
     "xlam": "make calls in a single JSON array",
     "apertus": "<|tools_prefix|>",
+    "minimax_01": "system function_setting=functions",
     "minimax_m1": "<beginning_of_sentence><tool_calls>",
     "solar_open": "<|tool_call:args|>",
     "solar_open2": "<|tool_arg:start|>",

@@ -22,7 +22,7 @@ from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import Mamba2Config, Qwen3Config, Qwen3NextConfig
+from transformers import Gemma4TextConfig, Mamba2Config, Qwen3Config, Qwen3NextConfig
 
 from penstock.config.options import EngineOptions
 from penstock.core import EngineRequest, GuidedDecodingParams, SamplingParams, TokenDelta, Vocabulary
@@ -43,6 +43,8 @@ STATES = "states"
 """Name of the checkpoint with recurrent states, and mark of the kinds of engines with this model."""
 ONLY_STATES = "only-states"
 """The same for a model without keys and values."""
+HEADS = "heads"
+"""The same for a model whose layers differ in their heads, and share keys and values."""
 GRIDS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))
 """(tensor, pipeline) parallel sizes of the engines with worker processes. The first engine of kind i has entry i."""
 SCHEDULES_PER_START = 10 if SCHEDULES >= 1000 else 4
@@ -74,6 +76,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"num_heads": 8, "head_dim": 2 * config.hidden_size // 8, "state_size": 16, "n_groups": 4}
     common = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "eos_token_id")}
     save(Mamba2Config(**common | sizes), folder / ONLY_STATES)
+    kinds = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full", "full")]
+    gemma = {"head_dim": 16, "global_head_dim": 32, "layer_types": kinds, "sliding_window": 24}
+    gemma |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_global_key_value_heads": 4}
+    gemma |= {"attention_k_eq_v": True, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 16}
+    gemma |= {"num_hidden_layers": 6, "vocab_size_per_layer_input": SMALL["vocab_size"]}
+    save(Gemma4TextConfig(**SMALL | gemma), folder / HEADS)
     return folder
 
 
@@ -96,9 +104,9 @@ KINDS = [
     "bfloat16 wint4-g32 int8",
     "float32 none auto states",
     "bfloat16 none int8 states",
+    "bfloat16 none auto heads",
 ]
-"""Kinds of engines: data type, quantization of the weights, data type of the KV cache, and ``STATES`` for a model with
-recurrent states."""
+"""Kinds of engines: data type, quantization of the weights, data type of the KV cache, and ``STATES`` or ``HEADS``."""
 SCHEDULES_PER_KIND = -(-SCHEDULES // len(KINDS))
 """Number of schedules per kind."""
 
@@ -175,6 +183,13 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
     return EngineRequest(
         request_id=str(number), prompt=prompt, sampling=sampling, adapter=("", "", *ADAPTERS)[number % 4]
     )
+
+
+def without_adapters(requests: list[EngineRequest], kind: str) -> list[EngineRequest]:
+    """The requests, without adapters if engines of this kind have none."""
+    if STATES not in kind and HEADS not in kind:
+        return requests
+    return [msgspec.structs.replace(request, adapter="") for request in requests]
 
 
 class Steps(Protocol):
@@ -279,8 +294,7 @@ class Counts(NamedTuple):
 def count_differences(checkpoint: Path, kind: str, schedules: int, ranks_first: bool = True) -> Counts:
     rng = Random(f"exactness:{kind}{SEED}")
     requests = [draw_request(rng, number) for number in range(LARGEST)]
-    if STATES in kind:
-        requests = [msgspec.structs.replace(request, adapter="") for request in requests]
+    requests = without_adapters(requests, kind)
     single_engine = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
     alone: dict[str, Result] = {}
     processes_share = 0.0 if OPS == "cuda" else PROCESSES
@@ -309,7 +323,7 @@ def count_differences(checkpoint: Path, kind: str, schedules: int, ranks_first: 
     return Counts(schedules, over_ranks, total, sequences, preempted, preemptions, wrong)
 
 
-@pytest.mark.parametrize("kind", [*KINDS[:4:3], KINDS[-1]])
+@pytest.mark.parametrize("kind", [*KINDS[:4:3], *KINDS[-2:]])
 def test_results_do_not_depend_on_batch_in_few_schedules(checkpoint: Path, kind: str) -> None:
     counts = count_differences(checkpoint, kind, 2, ranks_first=False)
     assert counts.wrong == 0, f"{counts.wrong} of {counts.requests} requests"

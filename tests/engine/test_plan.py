@@ -20,6 +20,7 @@ from test_hub import Hub
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma4TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -50,11 +51,21 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "num_kv_shared_layers": 1,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 300,
+    "use_double_wide_mlp": True,
+}
 CONFIGS = {
     "llama": LlamaConfig(**SMALL),
     "mistral": MistralConfig(**SMALL, sliding_window=32),
     "qwen2": Qwen2Config(**SMALL),
     "qwen3": Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=True),
+    "gemma4": Gemma4TextConfig(**SMALL, **GEMMA4),
     "deepseek_v3": DeepseekV3Config(**SMALL, **LATENT),
     "deepseek_v3 without low-rank queries": DeepseekV3Config(**SMALL, **{**LATENT, "q_lora_rank": None}),
 }
@@ -81,15 +92,15 @@ def test_deepseek_v3_has_671_billion_parameters() -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("config", [CONFIGS["llama"], CONFIGS["qwen3"]], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma4"])
 def test_plan_equals_engine_log(
-    config: PreTrainedConfig,
+    name: str,
     kv_cache_dtype: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    save(config, tmp_path)
+    save(CONFIGS[name], tmp_path)
     given = {"kv_cache_sequences": 2.5, "kv_cache_ratio": 0.75, "block_size": 16, "kv_cache_dtype": kv_cache_dtype}
     with caplog.at_level(logging.INFO):
         llm = LLM(str(tmp_path), **given)

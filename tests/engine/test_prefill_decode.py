@@ -24,7 +24,20 @@ import pytest
 import test_exactness
 from kv_proxy import Fault, Frames, KVProxy, flipped_bit, lossy, swapped_pieces, wrong_epoch
 from serving import free_ports
-from test_exactness import GUESSING, LONGEST, NGRAM, ONLY_STATES, STATES, Result, append, draw_request, results, start
+from test_exactness import (
+    GUESSING,
+    HEADS,
+    LONGEST,
+    NGRAM,
+    ONLY_STATES,
+    STATES,
+    Result,
+    append,
+    draw_request,
+    results,
+    start,
+    without_adapters,
+)
 from test_exactness import answers as run
 from test_weights import perturbed
 
@@ -157,6 +170,11 @@ TOPOLOGIES: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = 
         [{"tensor_parallel_size": 2}],
         [{"tensor_parallel_size": 2}],
     ),
+    "heads, pp 2 to tp 2": (
+        f"bfloat16 none int8 {HEADS}",
+        [{"pipeline_parallel_size": 2}],
+        [SMALL_CACHE | {"tensor_parallel_size": 2}],
+    ),
 }
 
 
@@ -169,8 +187,7 @@ def test_prefill_decode_results_equal_single_engine(
     kind, prefill, decode = TOPOLOGIES[name]
     rng = Random(f"{name}{bool(fault)}{SEED}")
     requests = [draw_request(rng, number) for number in range(REQUESTS // len(TOPOLOGIES) // 2)]
-    if STATES in kind:
-        requests = [msgspec.structs.replace(request, adapter="") for request in requests]
+    requests = without_adapters(requests, kind)
     single = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
     cluster = Cluster(checkpoint, kind, secret, rng, prefill, decode, fault)
     wrong: list[str] = []
@@ -373,8 +390,7 @@ def test_small_caches_and_ended_requests_keep_other_results(checkpoint: Path, se
     their results, and every block and slot is freed."""
     rng = Random(f"little room {SEED}")
     requests = draw_long_requests(rng, 14)
-    if STATES in kind:
-        requests = [msgspec.structs.replace(request, adapter="") for request in requests]
+    requests = without_adapters(requests, kind)
     alone = run(start(checkpoint, kind, threads=1), requests)
     for number in range(SCHEDULES):
         rng = Random(f"schedule {number} {SEED}")

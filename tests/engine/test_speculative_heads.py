@@ -23,6 +23,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Gemma2Config,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
@@ -267,6 +268,16 @@ def test_drafts_equal_definition_in_pytorch(
         ),
         GraniteConfig(**{**SMALL, "num_hidden_layers": LAYERS}, residual_multiplier=0.3, embedding_multiplier=2.0),
         CohereConfig(**{**SMALL, "num_hidden_layers": LAYERS}),
+        Gemma4TextConfig(
+            **{**SMALL, "num_hidden_layers": LAYERS},
+            head_dim=16,
+            global_head_dim=32,
+            layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+            sliding_window=32,
+            num_kv_shared_layers=2,
+            hidden_size_per_layer_input=16,
+            vocab_size_per_layer_input=SMALL["vocab_size"],
+        ),
         DeepseekV2Config(
             **{**SMALL, "num_hidden_layers": LAYERS, "num_key_value_heads": 4},
             first_k_dense_replace=2,
@@ -283,7 +294,8 @@ def test_drafts_equal_definition_in_pytorch(
     ids=lambda config: config.model_type,
 )
 def test_drafts_for_other_model_families_equal_definition(config: PreTrainedConfig, tmp_path: Path) -> None:
-    """The models have post-norms, scaled residuals, parallel residuals, and experts with a latent KV cache."""
+    """The models have post-norms, scaled residuals, parallel residuals, scaled layers with shared keys and values, and
+    experts with a latent KV cache."""
     save(config, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     compare_drafts(tmp_path, tmp_path / "head", eagle3(tmp_path / "head", model, "published"))

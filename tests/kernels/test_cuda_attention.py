@@ -235,7 +235,7 @@ def test_attention_matches_reference(seed: int, monkeypatch: pytest.MonkeyPatch)
         rng.choice(DTYPES),
         rng.randint(1, 2),
         rng.choice((1, 2, 3, 5, 8, 70)),
-        rng.choice((16, 80, 96)),
+        rng.choice((16, 80, 96, 512)),
     )
     lengths = [rng.choice((rng.randint(1, 100), rng.randint(200, 600))) for _ in range(rng.randint(1, 2))]
     counts = [rng.choice((1, min(rng.randint(1, 12), length))) for length in lengths]
@@ -258,6 +258,8 @@ def test_attention_matches_reference(seed: int, monkeypatch: pytest.MonkeyPatch)
         "causal": rng.random() < 0.6,
     }
     options["chunked"] = options["causal"] and rng.random() < 0.4
+    if options["causal"] and rng.random() < 0.5:
+        options["alibi"] = torch.tensor([2.0 ** -rng.randint(0, 8) for _ in range(heads * group)])
     got = attention.attention(q, ours, metadata, AttentionOptions(dim**-0.5, window, **options))
     assert_close(got, reference.attention(q, theirs, metadata, AttentionOptions(dim**-0.5, window, **options)))
 
@@ -389,6 +391,29 @@ def test_kv_cache_export_and_import_match_reference(seed: int) -> None:
     kv_cache.copy_blocks(caches, again, [(0, 2), (1, 3), (3, 0)])
     assert torch.equal(again[0].pool[[2, 3, 0]], caches[0].pool[[0, 1, 3]]) and again[0].pool[1].eq(5).all()
     assert torch.equal(again[1].values[[2, 3, 0]].view(torch.int8), ours.values[[0, 1, 3]].view(torch.int8))
+
+
+@pytest.mark.parametrize("quantization", KV_QUANTIZATIONS)
+def test_gathered_keys_and_values_match_reference(quantization: str) -> None:
+    rng = Random(0)
+    spec, tokens, blocks = (
+        KVSpec(3, 32, "bfloat16", 16, quantization),
+        40,
+        torch.tensor([4, 0, 2, 0], dtype=torch.int32),
+    )
+    slots = (blocks[:3, None] * 16 + torch.arange(16)).flatten()[:tokens].long()
+    k, v = (randn(rng, tokens, 3, 32, dtype=torch.bfloat16) for _ in "kv")
+    (ours,), (theirs,) = (module.new_kv_cache([spec], 5, CPU) for module in (kv_cache, reference))
+    kv_cache.store_kv(ours, k, v, slots)
+    layout, places = transfer_layouts([spec], 48)[0], torch.arange(tokens)
+    buffer = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
+    kv_cache.export_kv(ours, slots, buffer, places, layout)
+    reference.import_kv(theirs, slots, buffer, places, layout)
+    for length in (tokens, 32, 1):
+        found, expected = kv_cache.gather_kv(ours, blocks, length), reference.gather_kv(theirs, blocks, length)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        if not quantization:
+            assert torch.equal(found[0], k[:length]) and torch.equal(found[1], v[:length])
 
 
 def test_export_uses_only_the_transfer_buffer_in_host_memory() -> None:

@@ -21,7 +21,7 @@ import torch
 from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
 from test_exactness import ADAPTERS, Result, draw_request, run, vocabulary
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
 from penstock import LLM, SamplingParams
 from penstock.config.options import EngineOptions
@@ -54,6 +54,23 @@ DELTA_NET = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
     "linear_conv_kernel_dim": 4,
+}
+GEMMA4 = {
+    "layer_types": ["full_attention"] * 2,
+    "global_head_dim": 32,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 1,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": SMALL["vocab_size"],
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
+MORE_OF_FAMILY = {
+    Qwen3Config: {"sliding_window": None},
+    LlamaConfig: {"attention_bias": True},
+    Gemma4TextConfig: GEMMA4,
 }
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
 
@@ -150,6 +167,13 @@ def test_results_of_recurrent_layers_do_not_depend_on_other_requests(
 
 
 @pytest.mark.thorough
+def test_results_of_layers_with_different_heads_do_not_depend_on_other_requests(tmp_path: Path) -> None:
+    heads = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24, "num_kv_shared_layers": 0}
+    save(Gemma4TextConfig(**TINY | GEMMA4 | heads), tmp_path)
+    assert differing(tmp_path, "float16 none auto", SCHEDULES[2:], 48) == []
+
+
+@pytest.mark.thorough
 def test_prefix_is_restored_from_host_memory(checkpoint: Path) -> None:
     engine = start(checkpoint, KINDS[0], kv_offloading_size=0.001, max_model_len=128)
     (request,) = draw_requests(Random(0), 24)[2:]
@@ -214,10 +238,11 @@ def test_tensor_parallel_tokens_equal_single_rank(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [pytest.param(LlamaConfig, marks=pytest.mark.thorough), Qwen3Config])
+@pytest.mark.parametrize(
+    "family", [pytest.param(LlamaConfig, marks=pytest.mark.thorough), Qwen3Config, Gemma4TextConfig]
+)
 def test_tokens_equal_reference_backend(tmp_path: Path, family: Any) -> None:
-    more = {"sliding_window": None} if family is Qwen3Config else {"attention_bias": True}
-    save(family(**TINY | more), tmp_path)
+    save(family(**TINY | MORE_OF_FAMILY[family]), tmp_path)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)
     prompts = [[5, 6, 7], [*range(2, 80)]]
     fixed = {"device": "cpu", "dtype": "float32", "weight_cache_dir": "none", "num_gpu_blocks_override": 64}

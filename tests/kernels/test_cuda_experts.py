@@ -31,8 +31,8 @@ ROUTINGS = {
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 def test_expert_routing_matches_reference(routing: Routing) -> None:
     logits = randn(0, 20, 12)
-    for bias in (None, randn(1, 12)):
-        got, expected = (ops.select_experts(logits, routing, bias) for ops in (cuda, reference))
+    for bias, factors in ((None, None), (randn(1, 12), None), (None, randn(2, 12))):
+        got, expected = (ops.select_experts(logits, routing, bias, factors) for ops in (cuda, reference))
         assert torch.equal(got[0], expected[0])
         torch.testing.assert_close(got[1], expected[1], atol=1e-6, rtol=1e-5)
     invalid = torch.stack((torch.full((12,), float("nan")), torch.full((12,), float("-inf")), logits[0]))

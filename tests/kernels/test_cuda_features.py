@@ -102,8 +102,13 @@ def test_tokens_of_recurrent_layers_equal_reference_backend(family: str, tmp_pat
 
 
 @pytest.mark.thorough
-def test_tokens_of_transformers_model_equal_reference_backend(tmp_path: Path) -> None:
-    save(Qwen3Config(**SMALL, head_dim=16), tmp_path)
+@pytest.mark.parametrize("family", ["Qwen3", "Jamba"])
+def test_tokens_of_transformers_model_equal_reference_backend(family: str, tmp_path: Path) -> None:
+    """Jamba, with recurrent states, is run one sequence at a time."""
+    if family == "Qwen3":
+        save(Qwen3Config(**SMALL, head_dim=16), tmp_path)
+    else:
+        state_families.draw(family, 0, tmp_path)
     options = {"model_impl": "transformers"}
     assert tokens(tmp_path, ops="cuda", **options) == tokens(tmp_path, ops="reference", **options)
 

@@ -509,7 +509,7 @@ def fill(spec: KVSpec, batch: Batch, blocks: int, rng: Random, garbage: int = 25
 @given(seed=seeds)
 def test_attention_matches_reference(seed: int) -> None:
     rng = Random(seed)
-    kv_heads, sharing, dim = rng.randint(1, 3), rng.randint(1, 8), 16 * rng.randint(1, 9)
+    kv_heads, sharing, dim = rng.randint(1, 3), rng.randint(1, 8), 16 * rng.choice((*range(1, 10), 16, 17, 20, 32))
     dtype, block_size = rng.choice(DTYPES), 16 * rng.randint(1, 5)
     spec = KVSpec(kv_heads, dim, NAMES[dtype], block_size, rng.choice(KV_QUANTIZATIONS))
     batch, tokens, blocks = draw_batch(rng, block_size, rng.randint(1, 5))
@@ -518,7 +518,9 @@ def test_attention_matches_reference(seed: int) -> None:
     window, softcap = rng.choice((0, 0, 1, 7, 40)), rng.choice((0.0, 0.0, 0.5, 30.0))
     sinks = rng.choice((None, randn(seed + 1, kv_heads * sharing) * rng.choice((1, 100))))
     causal, chunked = rng.choice(((False, False), (True, False), (True, True)))
-    options = {"softcap": softcap, "sinks": sinks, "causal": causal, "chunked": chunked}
+    slopes = torch.tensor([2.0 ** -rng.randint(0, 8) for _ in range(kv_heads * sharing)])
+    alibi = rng.choice((None, slopes)) if causal else None
+    options = {"softcap": softcap, "sinks": sinks, "causal": causal, "chunked": chunked, "alibi": alibi}
     got = cpu.attention(q, ours, batch.attention, AttentionOptions(dim**-0.5, window, **options))
     expected = reference.attention(q, theirs, batch.attention, AttentionOptions(dim**-0.5, window, **options))
     if spec.quantization and sinks is not None:
@@ -750,6 +752,27 @@ def test_kv_cache_export_and_import_match_reference(seed: int) -> None:
         assert torch.equal(instance.exported(), buffer)
     for outputs in zip(receiver.attention(), expected.attention(), strict=True):
         assert torch.equal(*outputs)
+
+
+@few
+@given(seed=seeds)
+def test_gathered_keys_and_values_match_reference(seed: int) -> None:
+    rng = Random(seed)
+    heads, dim, size, dtype = rng.randint(1, 3), 16 * rng.randint(1, 8), 16 * rng.randint(1, 4), rng.choice(DTYPES)
+    spec = KVSpec(heads, dim, NAMES[dtype], size, rng.choice(KV_QUANTIZATIONS))
+    tokens = rng.randint(1, 3 * size)
+    blocks = torch.tensor([*rng.sample(range(5), 3), 0], dtype=torch.int32)
+    slots = (blocks[:3, None] * size + torch.arange(size)).flatten()[:tokens].long()
+    k, v = (randn(seed + i, tokens, heads, dim, dtype=dtype) for i in range(2))
+    found = []
+    for ops in (cpu, reference):
+        (cache,) = ops.new_kv_cache([spec], 5, torch.device("cpu"))
+        ops.store_kv(cache, k, v, slots)
+        found.append(ops.gather_kv(cache, blocks, tokens))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    if not spec.quantization:
+        assert torch.equal(found[0][0], k) and torch.equal(found[0][1], v)
 
 
 @few

@@ -611,8 +611,8 @@ def test_experts_by_token_id_match_reference(seed: int) -> None:
     for scores in ("softmax", "sigmoid", "sqrtsoftplus"):
         routing = Routing(top_k, scores, renormalize=True, scale=1.5, added_sum=1e-20)
         for given_table in (None, table):
-            ids, weights = cpu.select_experts(logits, routing, None, token_ids, given_table)
-            expected, others = reference.select_experts(logits, routing, None, token_ids, given_table)
+            ids, weights = cpu.select_experts(logits, routing, None, None, token_ids, given_table)
+            expected, others = reference.select_experts(logits, routing, None, None, token_ids, given_table)
             assert torch.equal(ids, expected)
             assert_close(weights, others)
 

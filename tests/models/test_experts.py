@@ -72,13 +72,14 @@ ROUTINGS = {
 def test_router_matches_reference(instruction_set: None, routing: Routing, with_bias: bool) -> None:
     logits, bias = randn(0, 70, 12), randn(1, 12) if with_bias else None
     logits[5] = 0.5  # ties: the lowest ids are chosen
-    ids, weights = cpu.select_experts(logits, routing, bias)
-    expected = reference.select_experts(logits, routing, bias)
-    if routing.top_groups == routing.groups or with_bias:
-        assert torch.equal(ids, expected[0])
-    rows = slice(6, None)  # if groups tie, the reference may choose other groups
-    assert torch.equal(ids[rows], expected[0][rows])
-    torch.testing.assert_close(weights[rows], expected[1][rows], atol=1e-6, rtol=1e-5)
+    for factors in (None, randn(2, 12)):
+        ids, weights = cpu.select_experts(logits, routing, bias, factors)
+        expected = reference.select_experts(logits, routing, bias, factors)
+        if routing.top_groups == routing.groups or with_bias:
+            assert torch.equal(ids, expected[0])
+        rows = slice(6, None)  # if groups tie, the reference may choose other groups
+        assert torch.equal(ids[rows], expected[0][rows])
+        torch.testing.assert_close(weights[rows], expected[1][rows], atol=1e-6, rtol=1e-5)
 
 
 def test_router_chooses_valid_experts_for_nan_and_infinite_logits(instruction_set: None) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import statistics
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from random import Random
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import save
 from families import (
     FAMILIES,
     VOCABULARY,
@@ -46,21 +48,23 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def check(folder: Path, model: PreTrainedModel, error_ratio: float = 3.0) -> None:
+def check(
+    folder: Path, model: PreTrainedModel, error_ratio: float = 3.0, prompts: Sequence[list[int]] = PROMPTS
+) -> None:
     """Compare a model with transformers: in a batch, in chunks, with preemption, and again from the prefix cache.
 
     Greedy tokens must be equal. Log probabilities may differ by at most ``TOLERANCE``, or by three times the error of
     transformers in float32, relative to float64.
     """
     llm = LLM(folder, **OPTIONS)
-    first, again = (llm.generate(PROMPTS, GREEDY, use_tqdm=False) for _ in range(2))
+    first, again = (llm.generate(prompts, GREEDY, use_tqdm=False) for _ in range(2))
     assert llm.engine.scheduler.num_preemptions > 0
     assert any(output.num_cached_tokens for output in again)
-    whole = llm.generate(PROMPTS, WITH_PROMPT, use_tqdm=False)
+    whole = llm.generate(prompts, WITH_PROMPT, use_tqdm=False)
     exact = deepcopy(model).double()
     exact.config._experts_implementation = "eager"  # other implementations do not compute in float64
     error, library_error = 0.0, 0.0
-    for prompt, output, repeated, with_prompt in zip(PROMPTS, first, again, whole, strict=True):
+    for prompt, output, repeated, with_prompt in zip(prompts, first, again, whole, strict=True):
         (completion,) = output.outputs
         assert repeated.outputs[0].token_ids == completion.token_ids
         assert repeated.outputs[0].logprobs == completion.logprobs
@@ -89,6 +93,25 @@ def test_family_matches_transformers(family: str, tmp_path: Path) -> None:
 def test_drawn_configs_match_transformers(family: str, tmp_path: Path) -> None:
     for seed in range(1, DRAWS + 1):
         check(tmp_path / str(seed), draw(family, seed, tmp_path / str(seed)))
+
+
+def test_falcon_with_alibi_matches_transformers(tmp_path: Path) -> None:
+    """transformers rounds the biases to bfloat16, which changes them from position 257 on."""
+    config = FAMILIES["Falcon"](Random("Falcon 1"))
+    fields = {"new_decoder_architecture": False, "parallel_attn": False, "multi_query": False, "num_kv_heads": 4}
+    for name, value in (fields | {"alibi": True, "bias": True, "num_attention_heads": 4}).items():
+        setattr(config, name, value)
+    check(tmp_path, save(config, tmp_path), prompts=[prompt[:240] for prompt in (*PROMPTS, *PROMPTS[3:])])
+
+
+def test_fields_of_mpt_without_support_are_refused(tmp_path: Path) -> None:
+    draw("Mpt", 0, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for field, value in (("clip_qkv", 6.0), ("qk_ln", True), ("alibi", False), ("alibi_bias_max", 16)):
+        changed = raw | {"attn_config": raw["attn_config"] | {field: value}}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(PenstockError, match=f"attn_config.{field} is {value}, which is not supported for MPT"):
+            read_config(tmp_path)
 
 
 @torch.inference_mode()

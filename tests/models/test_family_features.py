@@ -53,6 +53,7 @@ TOKENS = 3584
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
 TARGETS = "q_proj k_proj v_proj qkv_proj o_proj gate_proj up_proj gate_up_proj down_proj c_fc c_proj".split()
 TARGETS += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"]
+TARGETS += ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "Wqkv", "out_proj"]
 SPECIAL = ("Gemma3", "Olmo2", "Cohere", "Phi3")
 """Families in the default suite. They have float32 norms, norms over all heads, norms by head, and fused
 projections."""
@@ -234,7 +235,8 @@ def test_all_features_are_as_documented(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_all_features_of_internlm2_are_as_documented(tmp_path: Path) -> None:
-    """Adapters with InternLM 2's module names are refused. The other columns use an adapter with Llama's names."""
+    """An adapter with one of InternLM 2's module names computes the same as with Llama's names, which the other columns
+    use."""
     row = rows()["InternLM2ForCausalLM"]
     draw_llama_without_biases(tmp_path, TOKENS)
     llama = adapter(tmp_path)
@@ -243,10 +245,8 @@ def test_all_features_of_internlm2_are_as_documented(tmp_path: Path) -> None:
     tensors = load_file(own / "adapter_model.safetensors")
     renamed = {name.replace("self_attn.o_proj", "attention.wo"): tensor for name, tensor in tensors.items()}
     save_file(renamed, own / "adapter_model.safetensors")
-    assert row.pop("LoRA") == NO
-    llm = LLM(tmp_path, enable_lora=True, max_loras=1, **OPTIONS)
-    with pytest.raises(PenstockError) as refused:
-        llm.load_lora_adapter("own", own)
-    assert refused.value.failure.code is Code.UNSUPPORTED
+    assert row.pop("LoRA") == YES
+    llm = LLM(tmp_path, enable_lora=True, max_loras=2, **OPTIONS)
+    assert results(llm, LoRARequest("own", 1, str(own))) == results(llm, LoRARequest("llama", 2, str(llama)))
     for name, cell in row.items():
         check(name, tmp_path, cell)

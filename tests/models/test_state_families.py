@@ -23,6 +23,7 @@ from penstock.config.options import EngineOptions
 from penstock.core import EngineRequest, PenstockError, SamplingParams
 from penstock.engine.engine import Engine
 from penstock.frontend.llm import LLM
+from penstock.models import read_config
 from penstock.planning.kv_size import weight_bytes
 from penstock.planning.model_size import model_size_of
 
@@ -243,6 +244,7 @@ def test_adapter_of_projections_matches_peft(family: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("family", FAMILIES)
 def test_planned_weight_bytes_equal_the_checkpoint(family: str, tmp_path: Path) -> None:
     model = draw(family, 1, tmp_path)
+    assert model_size_of(read_config(tmp_path).raw) == model_size_of(read_config_json(tmp_path))
     matrices = {
         id(each): each.numel()
         for name, each in model.named_parameters()

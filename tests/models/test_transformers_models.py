@@ -15,7 +15,22 @@ import transformers
 from checkpoints import SMALL
 from checkpoints import save as save_known
 from transformers import PreTrainedModel, Qwen3Config
-from transformers_architectures import OPTIONS, PROMPTS, compare, draw, rows, save, table, tiny
+from transformers_architectures import (
+    ALONE,
+    OPTIONS,
+    PAGE,
+    PROMPTS,
+    architectures,
+    compare,
+    draw,
+    own,
+    rows,
+    save,
+    summary,
+    table,
+    tiny,
+    warnings,
+)
 
 from penstock.core import PenstockError, SamplingParams
 from penstock.frontend.llm import LLM
@@ -33,19 +48,32 @@ RUN = [
     "OPTForCausalLM",
     "PersimmonForCausalLM",
     "PhiForCausalLM",
+    "RobertaForCausalLM",
     "StableLmForCausalLM",
     "YoutuForCausalLM",
 ]
-REFUSED = {
-    "BloomForCausalLM": "do arithmetic with the attention mask",
-    "FalconForCausalLM": "supports no other attention implementation",
-    "Lfm2MoeForCausalLM": r"other than keys and values \(LinearAttentionLayer\)",
-    "MambaForCausalLM": r"other than keys and values \(_is_stateful\)",
-    "MBartForCausalLM": "ignores position_ids",
-    "MoshiForCausalLM": "sliding windows of its masks differ from those of its KV cache",
-    "RobertaForCausalLM": "its positions do not start at 0",
-    "XLMWithLMHeadModel": "does not use the attention interface",
+RUN_ALONE = {
+    "BloomForCausalLM": "position biases",
+    "BambaForCausalLM": "a state, and positions that it does not count itself",
+    "DeepseekV32ForCausalLM": "keys of an indexer",
+    "FalconForCausalLM": "own attention function",
+    "GPTNeoForCausalLM": "own attention function, with sliding windows",
+    "JambaForCausalLM": "states, and tokens one after the other",
+    "Lfm2MoeForCausalLM": "states of convolutions",
+    "MBartForCausalLM": "positions from the length of the cache",
 }
+"""Architectures that are run one sequence at a time, and why."""
+REFUSED = {
+    "CpmAntForCausalLM": r"keys of shape \(1, 4, 34, 128\) for 2 tokens",
+    "DeepseekV4ForCausalLM": r"state of its own kind \(DeepseekV4HCACache\)",
+    "MoshiForCausalLM": "sliding windows of its masks differ from those of its KV cache",
+    "XLNetLMHeadModel": "do not take a cache of transformers",
+}
+
+
+def results() -> dict[str, str]:
+    """Results of the table by architecture."""
+    return {row.architecture: row.library for row in table()}
 
 
 def checkpoint(architecture: str, folder: Path, **more: Any) -> PreTrainedModel:
@@ -63,7 +91,20 @@ def test_tokens_and_logprobs_match_transformers(architecture: str, tmp_path: Pat
     assert (found.wrong_tokens, found.difference < 2e-5) == (0, True), found
     assert llm.engine.scheduler.num_preemptions
     assert not llm.engine.info.batch_invariant
-    assert f"| `{architecture}` | runs |" in table()
+    assert results()[architecture] == "runs"
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("architecture", RUN_ALONE)
+def test_models_run_one_sequence_at_a_time_match_transformers(architecture: str, tmp_path: Path) -> None:
+    model = checkpoint(architecture, tmp_path)
+    with warnings() as messages:
+        llm = LLM(tmp_path, **OPTIONS)
+    found = compare(llm, model)
+    assert (found.wrong_tokens, found.difference < 1e-4) == (0, True), found
+    assert llm.engine.scheduler.num_preemptions
+    assert any("one sequence of a step after the other" in message for message in messages)
+    assert results()[architecture] == ALONE
 
 
 @pytest.mark.slow_after(1)
@@ -72,12 +113,40 @@ def test_unsupported_architecture_is_refused(architecture: str, tmp_path: Path) 
     checkpoint(architecture, tmp_path)
     with pytest.raises(PenstockError, match=f"{architecture} cannot be run by the modules.*{REFUSED[architecture]}"):
         LLM(tmp_path, **OPTIONS)
-    assert f"| `{architecture}` | refused: " in table()
+    assert results()[architecture].startswith("refused: ")
 
 
 @pytest.mark.thorough
 def test_table_of_architectures_is_up_to_date() -> None:
-    assert "".join(rows()) == table().partition("|---|---|\n")[2]
+    assert list(rows()) == table()
+
+
+@pytest.mark.slow
+def test_table_names_penstocks_own_implementations_and_counts_architectures() -> None:
+    found = table()
+    assert {row.architecture for row in found} == set(architectures())
+    assert [row.own for row in found] == [own(row.architecture) for row in found], (
+        "python tests/support/transformers_architectures.py --own"
+    )
+    assert summary(found) in PAGE.read_text()
+    assert sum(row.is_refused() for row in found) <= 45
+
+
+@pytest.mark.slow
+def test_drafts_of_model_with_states_do_not_change_tokens(tmp_path: Path) -> None:
+    """Rejected drafts leave the states of the cache object unchanged; accepted ones are computed again."""
+    checkpoint("JambaForCausalLM", tmp_path)
+    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    plain, llm = LLM(tmp_path, **OPTIONS), LLM(tmp_path, speculative_config=drafting, **OPTIONS)
+    # a penalty below 1 makes answers repeat themselves
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, repetition_penalty=0.8)
+    expected, found = (
+        [output.outputs[0].token_ids for output in each.generate(PROMPTS[:4], params, use_tqdm=False)]
+        for each in (plain, llm)
+    )
+    assert found == expected
+    stats = llm.engine.speculation.stats if llm.engine.speculation else None
+    assert stats and 0 < stats.accepted_tokens < stats.draft_tokens
 
 
 def test_longrope_with_reference_ops_matches_transformers(tmp_path: Path) -> None:
@@ -112,8 +181,9 @@ def log_probabilities(llm: LLM) -> list[list[float]]:
     ]
 
 
-def test_quantized_weights_and_kv_cache_have_a_small_error(tmp_path: Path) -> None:
-    model = checkpoint("StableLmForCausalLM", tmp_path)
+@pytest.mark.parametrize("architecture", ["StableLmForCausalLM", "BloomForCausalLM"])
+def test_quantized_weights_and_kv_cache_have_a_small_error(architecture: str, tmp_path: Path) -> None:
+    model = checkpoint(architecture, tmp_path)
     options = OPTIONS | {"quantization": "w8a8", "kv_cache_dtype": "int8", "num_gpu_blocks_override": 60}
     assert 1e-4 < errors(log_probabilities(LLM(tmp_path, **options)), model) < 0.2
 

@@ -47,3 +47,6 @@ def randomize(model: PreTrainedModel) -> None:
         torch.nn.init.normal_(weight, std=0.5 if name.endswith("bias") else 0.2)
         if "norm" in name:
             torch.nn.init.uniform_(weight, 0.5, 1.5)
+    for name, factor in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(factor, 0.5, 1.5)

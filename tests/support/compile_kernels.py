@@ -257,7 +257,8 @@ def mixtures(whole: bool) -> Calls:
     for tokens in TOKENS if whole else (1, 2048):
         logits, x = torch.empty(tokens, count), empty(tokens, hidden)
         for number, routing in enumerate(routings):
-            yield f"router {number}", partial(experts.select_experts, logits, routing, logits[0] if number else None)
+            vectors = (logits[0], logits[0]) if number else (None, None)
+            yield f"router {number}", partial(experts.select_experts, logits, routing, *vectors)
         ids, weights = torch.empty(tokens, top_k).long(), torch.empty(tokens, top_k)
         yield "combine", partial(experts.combine_experts, empty(tokens, top_k, hidden), weights, x, logits[:, :1])
         for name in FORMATS if whole else ("none", "wint4-g32"):
@@ -275,6 +276,8 @@ def attentions(whole: bool) -> Calls:
     others: dict[tuple[int, ...], dict[str, Any]] = {
         (16, 8, 256, 64, 4096): {"softcap": 50.0},  # Gemma-2-9B
         (64, 8, 64, 64, 128): {"sinks": torch.empty(64)},  # gpt-oss
+        (32, 32, 128, 64, 0): {"alibi": torch.empty(32)},  # BLOOM-7B
+        (8, 1, 512, 64, 0): {},  # global layers of Gemma 4
     }
     shapes += [*others] if whole else [*others][:1]
     if whole:

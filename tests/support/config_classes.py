@@ -28,12 +28,11 @@ TEXT = (
         "glm_moe_dsa",
         "dots1",
         "ernie4_5",
-        "ernie4_5_moe",
-        "exaone4",
-        "gemma",
     ),
-    *("gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "hunyuan_v1_dense"),
-    *("falcon_mamba", "jamba", "lfm2", "lfm2_moe", "mamba", "recurrent_gemma"),
+    *("ernie4_5_moe", "exaone4", "gemma"),
+    *("gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite"),
+    *("granitemoe", "hunyuan_v1_dense"),
+    *("bloom", "falcon", "falcon_mamba", "jamba", "lfm2", "lfm2_moe", "mamba", "recurrent_gemma"),
     *(
         "hunyuan_v1_moe",
         "internlm3",
@@ -48,12 +47,13 @@ TEXT = (
     ),
     *("olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "whisper"),
     *("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "minimax", "mpt"),
 )
 """``model_type`` of text models, encoders first, and of the speech model."""
 COMPOSITE = (
     *("ernie4_5_vl_moe", "gemma3", "internvl", "llama4", "llava", "llava_onevision", "mistral3"),
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("gemma4", "gemma4_unified"),
 )
 """``model_type`` of models with ``text_config`` and ``vision_config``."""
 NESTED = (
@@ -139,8 +139,11 @@ def entry_of(model_type: str) -> dict[str, Any]:
         entry["architecture"] = architecture
     if model_type in COMPOSITE:
         for name, spec in found.sub_configs_defaults.items():
+            if name not in ("text_config", "vision_config"):
+                continue
             kind = spec.model_type or spec.config_class.model_type
-            defaults = {field: value for field, value in spec.init_kwargs.items() if field in names_read()}
+            given = getattr(spec, "init_kwargs", {})  # absent if the entry is a configuration class
+            defaults = {field: value for field, value in given.items() if field in names_read()}
             entry[name] = {"model_type": kind, **defaults}
     elif "rope_parameters" in names and getattr(found, "default_rope_type", "default") == "default":
         entry["rope"] = _rope(found)

@@ -13,6 +13,7 @@ from checkpoints import SMALL, save
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
+    BloomConfig,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
@@ -21,8 +22,10 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -37,6 +40,7 @@ from transformers import (
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    MptConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -161,6 +165,33 @@ def gemma3(rng: Random) -> PreTrainedConfig:
     )
 
 
+def gemma4(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng) | {"num_hidden_layers": 6, "tie_word_embeddings": flag(rng)}
+    shared, kinds = rng.choice((0, 2, 3)), ["sliding_attention", "full_attention"]
+    return Gemma4TextConfig(
+        **given,
+        attention_bias=flag(rng),
+        global_head_dim=rng.choice((16, 48, 64)),
+        num_global_key_value_heads=rng.choice((None, 1, 2)),
+        attention_k_eq_v=flag(rng),
+        layer_types=rng.choice((kinds * 3, [*kinds, *kinds[:1] * 3, kinds[1]])),
+        sliding_window=rng.choice((24, 100)),
+        num_kv_shared_layers=shared,
+        use_double_wide_mlp=flag(rng),
+        # transformers cannot compute models with shared keys and values without these
+        hidden_size_per_layer_input=rng.choice((16, 32) if shared else (0, 0, 16)),
+        vocab_size_per_layer_input=VOCABULARY,
+        final_logit_softcapping=rng.choice((None, 30.0)),
+    )
+
+
+def gemma4_moe(rng: Random) -> PreTrainedConfig:
+    config = gemma4(rng)
+    config.enable_moe_block = True
+    config.num_experts, config.top_k_experts, config.moe_intermediate_size = 8, rng.choice((1, 2, 3)), 48
+    return config
+
+
 def phi3(rng: Random) -> PreTrainedConfig:
     given = sizes(rng, head_dim=False)
     given["num_hidden_layers"] = 3
@@ -280,6 +311,52 @@ def internlm3(rng: Random) -> PreTrainedConfig:
     bias = flag(rng)
     config: PreTrainedConfig = AutoConfig.for_model("internlm3", **sizes(rng), attention_bias=bias, mlp_bias=bias)
     return config
+
+
+def bloom(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng, head_dim=False)
+    return BloomConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=given["hidden_size"],
+        n_head=given["num_attention_heads"],
+        n_layer=given["num_hidden_layers"],
+        apply_residual_connection_post_layernorm=rng.random() < 0.3,
+        tie_word_embeddings=given["tie_word_embeddings"],
+    )
+
+
+def mpt(rng: Random) -> PreTrainedConfig:
+    given = sizes(rng, head_dim=False)
+    return MptConfig(
+        vocab_size=VOCABULARY,
+        d_model=given["hidden_size"],
+        n_heads=given["num_attention_heads"],
+        n_layers=given["num_hidden_layers"],
+        attn_config={"softmax_scale": rng.choice((None, 0.2))},
+        tie_word_embeddings=given["tie_word_embeddings"],
+    )
+
+
+def falcon(rng: Random) -> PreTrainedConfig:
+    """Falcon with rotary embedding: 7B, 40B, 11B, and RW's layers."""
+    given = sizes(rng, head_dim=False)
+    kind = rng.choice(("7B", "40B", "11B", "RW"))
+    kv_heads = {"40B": given["num_key_value_heads"], "11B": given["num_key_value_heads"]}
+    return FalconConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=given["hidden_size"],
+        num_attention_heads=given["num_attention_heads"],
+        num_hidden_layers=given["num_hidden_layers"],
+        new_decoder_architecture=kind in kv_heads,
+        multi_query=kind == "7B",
+        parallel_attn=kind != "RW",
+        num_kv_heads=kv_heads.get(kind),
+        num_ln_in_parallel_attn=1 if kind == "11B" else None,
+        ffn_hidden_size=rng.choice((96, 256)),
+        activation=rng.choice(("gelu", "relu")),
+        bias=flag(rng),
+        tie_word_embeddings=given["tie_word_embeddings"],
+    )
 
 
 def experts(rng: Random, number: str = "num_experts", norm: bool = True) -> dict[str, Any]:
@@ -444,6 +521,7 @@ FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Gemma": gemma,
     "Gemma2": gemma2,
     "Gemma3": gemma3,
+    "Gemma4": gemma4,
     "Phi3": phi3,
     "Granite": granite,
     "Glm": _glm(GlmConfig),
@@ -458,6 +536,9 @@ FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Starcoder2": starcoder2,
     "Ernie4_5": ernie4_5,
     "HunYuanDenseV1": hunyuan,
+    "Bloom": bloom,
+    "Mpt": mpt,
+    "Falcon": falcon,
     "InternLM3": internlm3,
     "DeepseekV2": _deepseek(DeepseekV2Config),
     "DeepseekV3": _deepseek(DeepseekV3Config),
@@ -488,6 +569,8 @@ def draw(family: str, seed: int, folder: Path, vocab_size: int = VOCABULARY) -> 
     """
     config = (FAMILIES | WITH_EXPERTS)[family](Random(f"{family} {seed}"))
     config.vocab_size = vocab_size
+    if family == "Gemma4":
+        config.vocab_size_per_layer_input = vocab_size
     model = save(config, folder)
     if family != "Llama4":  # Llama 4's experts have only one implementation
         model.set_experts_implementation("eager")  # the other implementations do not support float64

@@ -31,9 +31,9 @@ EXAMPLES = int(os.environ.get("PENSTOCK_READING_EXAMPLES", "40"))
 TOOLS = {name: tool_call_format(name, "") for name in (
     "hermes", "llama3_json", "mistral", "deepseek_v3", "granite", "phi4_mini_json", "hunyuan_a13b", "cohere_command3",
     "internlm", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2", "glm45", "pythonic", "olmo3", "lfm2", "openai",
-    "generic", "granite-20b-fc", "nemotron_json", "xlam", "apertus", "minimax_m1", "solar_open", "deepseek_v32",
-    "deepseek_v4", "gigachat35", "kimi_k3", "step3", "solar_open2", "minicpm5", "dots", "gemma4", "functiongemma",
-    "minimax_m3", "inkling", "k2_horizon",
+    "generic", "granite-20b-fc", "nemotron_json", "xlam", "apertus", "minimax_01", "minimax_m1", "solar_open",
+    "deepseek_v32", "deepseek_v4", "gigachat35", "kimi_k3", "step3", "solar_open2", "minicpm5", "dots", "gemma4",
+    "functiongemma", "minimax_m3", "inkling", "k2_horizon",
 )} | {
     "longcat": tool_call_format("longcat", "<longcat_tool_call>"),
     "longcat elements": tool_call_format("longcat", "<longcat_tool_call> <longcat_arg_key>"),
@@ -354,6 +354,12 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         (f'Yes. <|tools_prefix|>[{{"add": {ADD}}}, {{"now": {{}}}}]<|tools_suffix|>', "Yes.", [CALL, NOW]),
         ('<|tools_prefix|>[{"name": {"x": 1}}]<|tools_suffix|>', "", [("name", '{"x": 1}')]),
         ('<|tools_prefix|>[{"now": 5}]<|tools_suffix|>', '<|tools_prefix|>[{"now": 5}]<|tools_suffix|>', []),
+    ],
+    "minimax_01": [
+        (f"Yes.\n<function_call>```typescript\nfunctions.add({ADD})\n```", "Yes.", [CALL]),
+        (f"```typescript\nfunctions.add({ADD})\n```\n```typescript\nfunctions.now({{}})\n```", "", [CALL, NOW]),
+        ("```typescript\nlet f = {};\n```", "```typescript\nlet f = {};\n```", []),
+        ("```typescript\nfunctions.add;\n```", "```typescript\nfunctions.add;\n```", []),
     ],
     "minimax_m1": [
         (
@@ -809,7 +815,7 @@ TEMPLATES = {
     "<TOOLCALL>[{…}]</TOOLCALL> </think>": ("nemotron_json", "qwen3"),
     "<|function_call_library|> please output <function_call> {…}": ("granite-20b-fc", None),
     "When using tools, make calls in a single JSON array:": ("xlam", None),
-    "<beginning_of_sentence>system <tool_calls>": ("minimax_m1", None),
+    "<beginning_of_sentence>system <tool_calls>": ("minimax_m1", "minimax_m1"),
     '<function name="…"><param name="…"> </think>': ("minicpm5", "qwen3"),
     "<dots_function_call>": ("dots", None),
     "<|message_model|><|content_invoke_tool_json|> <|content_thinking|>": ("inkling", "inkling"),

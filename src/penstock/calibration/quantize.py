@@ -109,6 +109,7 @@ def _check_model(config: ModelConfig, model: Path, options: QuantizeOptions) -> 
     for is_unsupported, message in (
         (config.has_vision, f"{model} has image input, which penstock quantize does not support{AT_LOAD}"),
         (config.speech, f"{model} has audio input, which penstock quantize does not support"),
+        (config.layer_heads, f"{family} has layers with different heads, which cannot be calibrated{AT_LOAD}"),
         (head_dim, f"{model} has head_dim {head_dim}, which must be a multiple of {PADDED_TO}{AT_LOAD}"),
         (find_family(family).find_stored, f"checkpoints of {family} {fused}{AT_LOAD}"),
         (config.latent, f"{family} has multi-head latent attention, which cannot be calibrated{AT_LOAD}"),

@@ -83,7 +83,8 @@ class DecoderOptions:
     """A layer is either attention (or a recurrent part), or an MLP (Mamba, Nemotron-H); False: first one, then the
     other."""
     parallel_residual: bool = False
-    """Attention and MLP read the same input; their outputs are added (GPT-NeoX, Falcon)."""
+    """Attention and MLP read the same input; their outputs are added (GPT-NeoX, Falcon). The MLP has a separate norm of
+    this input if ``layer_norms.before_mlp`` is set; else it reads the normalized input of attention."""
     activation: str = "silu"
     """Activation of the MLP: a key of ``ops.activations.ACTIVATIONS``, and of ``GATES`` if ``gated_mlp``."""
     gated_mlp: bool = True
@@ -104,12 +105,17 @@ class DecoderOptions:
     """Each head has a learned sink logit in the softmax denominator (gpt-oss)."""
     attention_chunks: bool = False
     """Windows are chunks: a query sees the positions of its chunk up to itself (Llama 4); False: sliding windows."""
+    alibi: tuple[float, ...] = ()
+    """ALiBi slope of each head (Press et al., 2022): the scores of a key fall by it per position of distance from the
+    query; empty: off."""
     query_scaling: QueryScaling | None = None
     attention_scales: tuple[float, float] = (1.0, 1.0)
     """Scales of the input and the output of attention (Falcon-H1)."""
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     """Scales of the gate of a gated MLP, before the activation, and of its output (Falcon-H1). Others than 1 require
     the activation ``silu``."""
+    embedding_norm: bool = False
+    """Normalize the embedding (``model.embed_norm``; BLOOM)."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Scale of the attention and MLP outputs that are added to the residual stream (Granite)."""

@@ -20,7 +20,8 @@ from .state_config import StateConfig
 from .stored_format import quantization_config_of, quantization_of
 
 COUNTED_WEIGHTS = "counted_weights"
-"""Key of an in-memory ``config.json`` with counted parameters (fields of ``ModelSize``)."""
+"""Key of the in-memory ``config.json`` of a model run by transformers, with counted parameters (fields of
+``ModelSize``)."""
 PADDED_TO = 16
 """Head sizes are padded with zeros to a multiple of this number, which the kernels require."""
 ACTIVATIONS = {
@@ -91,11 +92,18 @@ class ModelConfig:
     """Compressed attention and hyper-connections (DeepSeek-V4); None: not used."""
     layer_kinds: tuple[LayerKind, ...] = ()
     """Kind of each layer; empty: attention in all layers."""
+    layer_heads: tuple[tuple[int, int], ...] = ()
+    """Number of KV heads, and elements per head, of each layer (Gemma 4); empty: ``num_kv_heads`` and ``head_dim``."""
+    kv_sources: tuple[int, ...] = ()
+    """For each layer, the layer whose keys and values it attends to: itself, or an earlier one. The layers with keys
+    and values come first (Gemma 4). Empty: itself."""
     state: StateConfig | None = None
     """Layers with recurrent state; None: no such layers."""
     options: DecoderOptions = field(default_factory=DecoderOptions)
     local_rope_parameters: Mapping[str, Any] | None = None
     """Rotary parameters of layers with a sliding window; None: same as ``rope_parameters``."""
+    counted_weights: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ``ModelSize`` of a family whose layers differ from those that ``size_of`` counts."""
     vision_weights: int = 0
     """Number of parameters in the matrices of the vision tower and its projector; 0: no tower."""
     encoder: EncoderConfig | None = None
@@ -130,8 +138,29 @@ class ModelConfig:
         return tuple(map(self.compressed.entry_dim, range(self.num_layers))) if self.compressed else ()
 
     def has_attention(self, layer: int) -> bool:
-        """Whether a layer, or MTP layer, has attention, and thus keys and values."""
+        """Whether a layer, or MTP layer, has attention."""
         return layer >= len(self.layer_kinds) or self.layer_kinds[layer] in ("attention", "both")
+
+    def has_kv(self, layer: int) -> bool:
+        """Whether a layer, or MTP layer, has keys and values."""
+        return self.has_attention(layer) and self.kv_source(layer) == layer
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values a layer attends to."""
+        return self.kv_sources[layer] if layer < len(self.kv_sources) else layer
+
+    def kv_heads_of(self, layer: int) -> int:
+        """Number of KV heads of a layer, or MTP layer."""
+        return self.layer_heads[layer][0] if layer < len(self.layer_heads) else self.num_kv_heads
+
+    def head_dim_of(self, layer: int) -> int:
+        """Elements per head of a layer, or MTP layer."""
+        return self.layer_heads[layer][1] if layer < len(self.layer_heads) else self.head_dim
+
+    @property
+    def kv_head_counts(self) -> set[int]:
+        """Numbers of KV heads of the layers."""
+        return {self.num_kv_heads, *(heads for heads, _ in self.layer_heads)}
 
     def has_state(self, layer: int) -> bool:
         """Whether a layer has recurrent state."""

@@ -20,10 +20,15 @@ DEFAULT_BASE = 10_000.0
 """``rope_theta`` of unknown configuration classes."""
 BASES = {
     "gemma3_text": {FULL: "rope_theta", SLIDING: "rope_local_base_freq"},
+    "gemma4_text": {FULL: "", SLIDING: ""},
+    "gemma4_unified_text": {FULL: "", SLIDING: ""},
     "modernbert": {FULL: "global_rope_theta", SLIDING: "local_rope_theta"},
     "olmo3": {FULL: "rope_theta", SLIDING: ""},
 }
 """``model_type`` with nested ``rope_parameters`` → top-level field with the base of each layer type (empty: absent)."""
+PROPORTIONAL = {FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}}
+KIND_DEFAULTS = {"gemma4_text": PROPORTIONAL, "gemma4_unified_text": PROPORTIONAL}
+"""``model_type`` → rotary parameters of layer types that differ from the default type, if ``config.json`` has none."""
 SCALED = {"modernbert": (FULL, SLIDING)}
 """``model_type`` → layer types to which ``rope_scaling`` applies; other models: only ``FULL``."""
 REQUIRED: dict[str, tuple[str, ...]] = {
@@ -75,7 +80,8 @@ def _by_kind(config: Mapping[str, Any], model_type: str, bases: Mapping[str, flo
         raise ValueError(message)
     result = {}
     for kind, default in bases.items():
-        rope = dict(given.get(kind) or {"rope_type": "default"})
+        usual: Mapping[str, Any] = KIND_DEFAULTS.get(model_type, {}).get(kind) or {"rope_type": "default"}
+        rope = dict(given.get(kind) or usual)
         if kind in SCALED.get(model_type, (FULL,)):
             rope |= scaling
         name = BASES[model_type][kind]

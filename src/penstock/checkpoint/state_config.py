@@ -275,6 +275,21 @@ class LightningConfig:
 
 MAX_KERNEL = 8
 """Largest number of tokens that a short convolution may see; a limit of the CPU kernels."""
+
+
+@dataclass(frozen=True)
+class LibraryStateConfig:
+    """Recurrent state of a model run by transformers. Its layers and sizes are known once the model is built."""
+
+    def num_weights(self, hidden_size: int) -> tuple[int, int]:
+        """No weights: those of the whole model are counted (``COUNTED_WEIGHTS``)."""
+        return 0, 0
+
+    def spec(self, dtype: str) -> StateSpec:
+        """An empty state."""
+        return StateSpec({})
+
+
 StateConfig = (
     GatedDeltaNetConfig
     | KimiDeltaConfig
@@ -283,6 +298,7 @@ StateConfig = (
     | MambaConfig
     | GatedConvolutionConfig
     | RGLRUConfig
+    | LibraryStateConfig
 )
 """Configuration of a layer with state."""
 

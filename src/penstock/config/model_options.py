@@ -89,6 +89,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         "minimax",
         "minimax-m2",
         "minimax-m3",
+        "minimax_01",
         "minimax_m1",
         "minimax_m2",
         "minimax_m3",

@@ -89,7 +89,8 @@ def build_engine(
     if options.quantization == "none":
         options = msgspec.structs.replace(options, quantization=model.quantization)
     device, ranks = device_of(options.device), options.tensor_parallel_size
-    shard_heads(SingleRank(size=ranks), model.num_heads, model.num_kv_heads)  # raises for a wrong number of ranks
+    for kv_heads in model.kv_head_counts:
+        shard_heads(SingleRank(size=ranks), model.num_heads, kv_heads)  # raises for a wrong number of ranks
     size, stages = size_of(model), (options.pipeline_parallel_size, options.pipeline_parallel_layers)
     dtype = compute_dtype(model, None if options.dtype == "auto" else getattr(torch, options.dtype), device)
     config = EngineConfig(

@@ -1,6 +1,6 @@
 """Layers of models: attention, MLP, mixture of experts, norms, embeddings, LoRA."""
 
-from .attention import Attention, AttentionLayer, QKNormLayers
+from .attention import Attention, AttentionLayer, QKNormLayers, SharedKVAttention
 from .compressed_attention import CompressedAttention
 from .context import BuildContext, BuildOptions, PackedWeights, Weights
 from .encoder import BidirectionalAttention

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -39,18 +39,17 @@ class AttentionLayer(Protocol):
         ...
 
 
-def export_and_select(
-    ops: Ops, q: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None
-) -> tuple[Tensor, AttentionMetadata, Tensor | None]:
-    """Copy the keys and values that were just stored: within the cache (``batch.slot_copies``), and to ``export``.
-
-    Returns the queries to compute, with their metadata and LoRA slots: all of ``q``, or, with ``logits_only``, those of
-    ``batch.logits_indices``.
-    """
+def copy_and_export(ops: Ops, cache: Any, batch: Batch, export: LayerExport | None) -> None:
+    """Copy the keys and values that were just stored: within the cache (``batch.slot_copies``), and to ``export``."""
     if batch.slot_copies:
         ops.copy_slots(cache, *batch.slot_copies)
     if export is not None and batch.export_places is not None:
         ops.export_kv(cache, batch.slot_mapping, export.buffer, batch.export_places, export.layout, export.progress)
+
+
+def select(ops: Ops, q: Tensor, batch: Batch, logits_only: bool) -> tuple[Tensor, AttentionMetadata, Tensor | None]:
+    """Queries to compute, with their metadata and LoRA slots: all of ``q``, or, with ``logits_only``, those of
+    ``batch.logits_indices``."""
     if logits_only:
         return ops.index_select(q, batch.logits_indices), batch.logits_attention, batch.logits_lora_slots
     return q, batch.attention, batch.lora_slots
@@ -84,8 +83,12 @@ class Attention:
         scale: softmax scale; None: ``head_dim ** -0.5``.
         softcap: soft cap of the attention scores, ``cap * tanh(score / cap)``; 0: off.
         sinks: sink logits of this rank's heads, ``[heads]`` float32; None: no sinks.
+        alibi: ALiBi slopes of this rank's heads, ``[heads]`` float32; None: off.
         gated: multiply the output by the sigmoid of ``q_gate`` of the input.
         input_size: size of the input of ``q_proj``, ``k_proj`` and ``v_proj``; None: ``hidden_size``.
+        projections: projections in the checkpoint: all; ``qk``: keys are also the values, before their norms; ``q``:
+            the layer attends to keys and values of another layer (``SharedKVAttention``).
+        value_norm: norm of each head's values; None: no norm.
     """
 
     def __init__(
@@ -109,8 +112,11 @@ class Attention:
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
         gated: bool = False,
         input_size: int | None = None,
+        projections: Literal["qkv", "qk", "q"] = "qkv",
+        value_norm: Norm | None = None,
     ) -> None:
         self._ops = context.ops
         self._group = context.group
@@ -120,12 +126,13 @@ class Attention:
         self._head_dim = head_dim
         self._query_factors = query_factors
         scale = head_dim**-0.5 if scale is None else scale
-        self._options = AttentionOptions(scale, window, softcap, sinks, chunked=chunked)
+        self._options = AttentionOptions(scale, window, softcap, sinks, chunked=chunked, alibi=alibi)
         queries, keys = (heads * head_dim for heads in shard_heads(context.group, num_heads, num_kv_heads))
         self._queries, self._keys = queries, keys
         self._num_kv_heads = keys.size // head_dim
-        self._sizes = [queries.size, keys.size, keys.size]
+        self._sizes = [queries.size, keys.size, keys.size][: len(projections)]
         q_proj, k_proj, v_proj = names = [f"{name}.{part}_proj" for part in "qkv"]
+        self._value_norm = value_norm
         self._qk_norms, self._qk_norm_layers = qk_norms, qk_norm_layers
         self._qkv = self._q = self._k = None
         inputs = input_size or hidden_size
@@ -139,7 +146,9 @@ class Attention:
             )
             self._v = ColumnParallelLinear(context, [v_proj], inputs, [keys], qkv_bias)
         else:
-            self._qkv = ColumnParallelLinear(context, names, inputs, [queries, keys, keys], qkv_bias)
+            count = len(projections)
+            shards = [queries, keys, keys][:count]
+            self._qkv = ColumnParallelLinear(context, names[:count], inputs, shards, qkv_bias)
         self._gate = ColumnParallelLinear(context, [f"{name}.q_gate"], inputs, [queries], qkv_bias) if gated else None
         shards = [shard_outputs(context.group, hidden_size)]
         self._output = ColumnParallelLinear(
@@ -153,8 +162,7 @@ class Attention:
     def __call__(
         self, x: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None = None
     ) -> Tensor:
-        q = self._store(*self._project(x, batch.lora_slots), cache, batch)
-        q, metadata, lora_slots = export_and_select(self._ops, q, cache, batch, logits_only, export)
+        q, metadata, lora_slots = select(self._ops, self._queries_of(x, cache, batch, export), batch, logits_only)
         gate = None
         if self._gate:
             gate = self._gate(self._ops.index_select(x, batch.logits_indices) if logits_only else x, lora_slots)
@@ -166,10 +174,17 @@ class Attention:
         attended = self._group.all_gather(attend, q.shape[0], self._queries, self._dtype)
         return self._output(attended, lora_slots)
 
+    def _queries_of(self, x: Tensor, cache: Any, batch: Batch, export: LayerExport | None) -> Tensor:
+        """This rank's queries, ``[tokens, heads, head_dim]``. Stores its keys and values."""
+        q = self._store(*self._project(x, batch.lora_slots), cache, batch)
+        copy_and_export(self._ops, cache, batch, export)
+        return q
+
     def _project(self, x: Tensor, lora_slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's queries, keys and values, ``[tokens, heads, head_dim]`` each."""
         if self._qkv:
-            q, k, v = self._qkv(x, lora_slots).split(self._sizes, -1)
+            q, k, *values = self._qkv(x, lora_slots).split(self._sizes, -1)
+            v = values[0] if values else k
         else:
             assert self._q and self._k and self._qk_norm_layers
             q = self._qk_norm_layers.q(self._q(x, lora_slots))[:, self._queries.first : self._queries.end]
@@ -181,6 +196,7 @@ class Attention:
     def _store(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, batch: Batch) -> Tensor:
         """Normalize and rotate queries and keys, and store keys and values. Returns the queries."""
         positions, slots, norms = batch.positions, batch.slot_mapping, self._qk_norm_layers
+        v = self._value_norm(v) if self._value_norm else v
         if norms and norms.after_rope:
             q, k = (self._ops.rope(part, positions, self._rope, self._rope_interleaved) for part in (q, k))
             q, k = norms.q(q), norms.k(k)
@@ -192,3 +208,21 @@ class Attention:
             q, k, v, positions, self._rope, cache, slots, self._qk_norms, self._rope_interleaved
         )
         return q if self._query_factors is None else self._ops.rope(q, positions, self._query_factors)
+
+
+class SharedKVAttention(Attention):
+    """Attention to the keys and values of another layer, whose cache it gets (Gemma 4).
+
+    Args:
+        query_norm: norm of each head's queries.
+        options: arguments of ``Attention``.
+    """
+
+    def __init__(self, context: BuildContext, name: str, *, query_norm: Norm, **options: Any) -> None:
+        super().__init__(context, name, projections="q", **options)
+        self._query_norm = query_norm
+
+    def _queries_of(self, x: Tensor, cache: Any, batch: Batch, export: LayerExport | None) -> Tensor:
+        assert self._qkv
+        q = self._qkv(x, batch.lora_slots).unflatten(-1, (-1, self._head_dim))
+        return self._ops.rope(self._query_norm(q), batch.positions, self._rope)

@@ -14,7 +14,7 @@ from penstock.ops import AttentionMetadata, Batch, KVSpec, LayerExport
 from penstock.ops.compressed import Compression
 from penstock.parallel import Shard, shard_heads, shard_outputs
 
-from .attention import export_and_select
+from .attention import copy_and_export, select
 from .context import BuildContext
 from .linear import ColumnParallelLinear
 from .norm import RMSNorm, UnweightedRMSNorm
@@ -160,7 +160,8 @@ class CompressedAttention:
             assert batch.states
             for compressor in self._compressors:
                 compressor(x, cache, batch.states.cache[self.state_index], batch)
-        queries, metadata, _ = export_and_select(ops, queries, cache, batch, logits_only, export)
+        copy_and_export(ops, cache, batch, export)
+        queries, metadata, _ = select(ops, queries, batch, logits_only)
         if logits_only:
             x, q_latent, positions = (ops.index_select(each, batch.logits_indices) for each in (x, q_latent, positions))
         selection = self._select(x, q_latent, positions, cache, metadata)

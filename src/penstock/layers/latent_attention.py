@@ -12,7 +12,7 @@ from penstock.checkpoint.latent_config import IndexerConfig
 from penstock.ops import AttentionMetadata, Batch, KVSpec, LayerExport, Ops
 from penstock.parallel import Shard, shard_heads, shard_outputs
 
-from .attention import export_and_select
+from .attention import copy_and_export, select
 from .context import BuildContext
 from .linear import ColumnParallelLinear
 from .norm import LayerNorm, RMSNorm
@@ -158,7 +158,8 @@ class LatentAttention:
         self, x: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None = None
     ) -> Tensor:
         queries, q_latent = self._store(x, cache, batch)
-        queries, metadata, lora_slots = export_and_select(self._ops, queries, cache, batch, logits_only, export)
+        copy_and_export(self._ops, cache, batch, export)
+        queries, metadata, lora_slots = select(self._ops, queries, batch, logits_only)
         if self._is_sparse:
             metadata = self._select_keys(x, q_latent, cache, batch, logits_only)
         attended = self._ops.latent_attention(

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import repeat
 from typing import Any
 from weakref import proxy
 
@@ -40,7 +39,7 @@ class Decoder(BaseModel):
         attention, mlp: factories of the attention and the MLP in each layer.
     """
 
-    EMBEDS_IN_ALL_STAGES = False
+    embeds_in_all_stages = False
     """All pipeline stages have the embedding."""
 
     def __init__(
@@ -58,11 +57,19 @@ class Decoder(BaseModel):
 
         self._expert_load = context.expert_load
         self._embedding_scale = float(torch.tensor(config.options.embedding_scale, dtype=context.dtype))
-        self._first_kv_head = shard_heads(context.group, config.num_heads, config.num_kv_heads)[1].first
+        self._group = context.group
+        with_kv = filter(config.has_kv, self.layers)
+        self._kv_indices = {number: index for index, number in enumerate(with_kv)}
+        """Index of the KV cache of each layer with keys and values."""
         self._is_first, self._is_last = self.layers.start == 0, self.layers.stop == config.num_layers
         tied = config.tie_word_embeddings or not config.has_lm_head
-        if self._is_first or (self._is_last and tied) or self.EMBEDS_IN_ALL_STAGES:
+        if self._is_first or (self._is_last and tied) or self.embeds_in_all_stages:
             self._embedding = Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size)
+        self._embedding_norm = (
+            make_norm(context, config, "model.embed_norm", config.hidden_size)
+            if config.options.embedding_norm and (self._is_first or self.embeds_in_all_stages)
+            else None
+        )
         self._layers = [layer(number) for number in track_layers(context, self.layers)]
         for index, part in enumerate(self._state_layers()):
             part.state_index = index
@@ -89,7 +96,8 @@ class Decoder(BaseModel):
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
         head_attentions = [head.attention for head in self.draft_heads]
-        attentions = [*(layer.attention for layer in self._layers), *head_attentions]
+        layers = zip(self.layers, self._layers, strict=True)
+        attentions = [*(layer.attention for number, layer in layers if self.config.has_kv(number)), *head_attentions]
         return [attention.kv_spec(block_size, quantization) for attention in attentions if attention]
 
     def state_specs(self) -> list[StateSpec]:
@@ -102,16 +110,25 @@ class Decoder(BaseModel):
         config, specs = self.config, self.kv_specs(slot_tokens, quantization)
         if not specs:
             return []
-        whole = replace(specs[0], kv_heads=config.num_kv_heads)
-        numbers = [layer for layer in range(config.num_layers) if config.has_attention(layer)]
-        shared = whole.without_index_keys()  # not of the first layer of a stage (split_layers)
-        specs = [shared if number in config.shared_layers else whole for number in numbers]
-        layouts = transfer_layouts(specs, slot_tokens)
+        numbers = list(filter(config.has_kv, range(config.num_layers)))
+        whole = [replace(specs[0], kv_heads=config.kv_heads_of(number)) for number in numbers]
+        if config.layer_heads:
+            dims = map(config.head_dim_of, numbers)
+            whole = [replace(spec, head_dim=dim) for spec, dim in zip(whole, dims, strict=True)]
+        # The first layer of a stage has index keys (split_layers).
+        whole = [
+            spec.without_index_keys() if number in config.shared_layers else spec
+            for number, spec in zip(numbers, whole, strict=True)
+        ]
         return [
-            replace(layout, first_head=self._first_kv_head)
-            for number, layout in zip(numbers, layouts, strict=True)
+            replace(layout, first_head=self._first_kv_head(layout.kv_heads))
+            for number, layout in zip(numbers, transfer_layouts(whole, slot_tokens), strict=True)
             if number in self.layers
         ]
+
+    def _first_kv_head(self, kv_heads: int) -> int:
+        """First KV head of this rank, in a layer with ``kv_heads``."""
+        return shard_heads(self._group, self.config.num_heads, kv_heads)[1].first
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
@@ -120,20 +137,19 @@ class Decoder(BaseModel):
             self._expert_load.num_tokens = batch.attention.query_start_loc[-1:]
         if x is None:
             x = self._embed(batch.token_ids)
-        exports, aux_hidden_states = iter(export or repeat(None)), list[Tensor]()
-        caches = iter(cache)
+        aux_hidden_states = list[Tensor]()
         for number, layer in zip(self.layers, self._layers, strict=True):
-            layer_cache, layer_export = (next(caches), next(exports)) if layer.attention else (None, None)
+            index = self._kv_indices.get(self.config.kv_source(number))
+            layer_cache = None if index is None else cache[index]
+            layer_export = export[index] if export and index is not None and number in self._kv_indices else None
             if number in self.aux_hidden_state_layers:
                 stream = self._ops.clone(x if residual is None else residual)
                 aux_hidden_states.append(stream if residual is None else self._ops.add_residual(x, stream))
             x, residual = layer(x, residual, layer_cache, batch, layer_export)
         batch.aux_hidden_states = tuple(aux_hidden_states)
-        assert residual is not None
         if not self._is_last:
-            return self._ops.add_residual(x, residual)
-        hidden, _ = self._norm.add(x, residual)
-        return hidden
+            return x if residual is None else self._ops.add_residual(x, residual)
+        return self._norm(x) if residual is None else self._norm.add(x, residual)[0]
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -155,6 +171,7 @@ class Decoder(BaseModel):
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         x = self._embedding(token_ids)
+        x = self._embedding_norm(x) if self._embedding_norm else x
         return x if self._embedding_scale == 1 else self._ops.scale(x, self._embedding_scale)
 
 

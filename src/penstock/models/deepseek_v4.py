@@ -68,7 +68,9 @@ class HyperLayer(DecoderLayer):
             x, weights, token_ids = (ops.index_select(each, batch.logits_indices) for each in (x, weights, token_ids))
         x = ops.mix_streams(attended, x, weights, self._streams)
         collapsed, weights = self._mlp_stream_weights(x)
-        x = ops.mix_streams(self._experts(self._experts_norm(collapsed), None, token_ids), x, weights, self._streams)
+        x = ops.mix_streams(
+            self._experts(self._experts_norm(collapsed), None, token_ids=token_ids), x, weights, self._streams
+        )
         return x, x
 
 

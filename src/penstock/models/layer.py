@@ -14,6 +14,7 @@ from penstock.checkpoint.state_config import (
     GatedConvolutionConfig,
     GatedDeltaNetConfig,
     KimiDeltaConfig,
+    LibraryStateConfig,
     LightningConfig,
     Mamba2Config,
     MambaConfig,
@@ -90,6 +91,7 @@ def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: i
         scale=options.attention_scale,
         softcap=options.attention_softcap,
         sinks=_sinks(context, config, name) if options.attention_sinks else None,
+        alibi=_alibi(context, config) if options.alibi else None,
         query_factors=_query_factors(context, config, rope is not None),
         gated=options.attention_gate,
     )
@@ -120,8 +122,8 @@ def make_state(context: BuildContext, config: ModelConfig, layer: int, name: str
         case LightningConfig() as state:
             activation = config.options.activation
             return LightningAttention(context, f"{name}.self_attn", config.hidden_size, state, layer, activation)
-        case None:
-            raise AssertionError("the model has no layers with state")
+        case LibraryStateConfig() | None:
+            raise AssertionError("the model has no layers with state of ours")
 
 
 def latent_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
@@ -172,6 +174,13 @@ def _sinks(context: BuildContext, config: ModelConfig, name: str) -> Tensor:
     """Attention sinks of this rank's heads, ``[heads]`` float32."""
     heads, _ = shard_heads(context.group, config.num_heads, config.num_kv_heads)
     return context.read_weight(f"{name}.sinks", heads.total, rows=heads.rows, as_stored=True).float()
+
+
+def _alibi(context: BuildContext, config: ModelConfig) -> Tensor:
+    """ALiBi slopes of this rank's heads, ``[heads]`` float32."""
+    heads, _ = shard_heads(context.group, config.num_heads, config.num_kv_heads)
+    slopes = config.options.alibi[slice(*heads.rows)]
+    return context.shared_table("alibi", lambda: torch.tensor(slopes, dtype=torch.float32, device=context.device))
 
 
 def _qk_norms(context: BuildContext, config: ModelConfig, name: str) -> QKNorms:
@@ -265,7 +274,7 @@ class DecoderLayer:
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, cache: Any, batch: Batch, export: LayerExport | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the layer.
 
         Args:
@@ -274,8 +283,8 @@ class DecoderLayer:
             export: destination of a copy of the stored keys and values; None: no copy.
 
         Returns:
-            The output of the layer's last part, not yet added to the residual stream, and the residual stream;
-            ``[tokens, hidden]`` each, in the last layer ``[rows, hidden]``.
+            The output of the layer's last part, not yet added to the residual stream, and the residual stream (None: it
+            is the first result); ``[tokens, hidden]`` each, in the last layer ``[rows, hidden]``.
         """
         normed = x
         if self.attention or self.state:
@@ -286,13 +295,15 @@ class DecoderLayer:
             x = self._ops.index_select(x, batch.logits_indices)
         if self._last and residual is not None:
             residual = self._ops.index_select(residual, batch.logits_indices)
+            normed = self._ops.index_select(normed, batch.logits_indices) if self._parallel else normed
         if self._mlp is None:
             assert residual is not None
             return x, residual
         if self._parallel:
             assert residual is not None
+            normed = self._before_mlp(residual) if self._before_mlp else normed
             residual = self._ops.add_residual(x, residual)
-            x = self._ops.index_select(normed, batch.logits_indices) if self._last else normed
+            x = normed
         else:
             x, residual = self._add(x, residual, self._before_mlp, self._mlp_weights)
         x = self._mlp(x, batch.logits_lora_slots if self._last else batch.lora_slots)

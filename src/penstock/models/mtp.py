@@ -58,6 +58,7 @@ class DecoderMTPHead:
         token = self._token_norm(self._model.embed(batch.token_ids))
         x = self._ops.clone(self._projection(torch.cat((token, self._state_norm(states)), -1)))  # layers modify ``x``
         x, residual = self._layer(x, None, cache, batch)
+        assert residual is not None
         return self._ops.add_residual(x, residual)[batch.logits_indices]
 
     @torch.inference_mode()

@@ -62,7 +62,9 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
     hint = unknown_message() if auto and not has_family(architecture) else RUN_BY_TRANSFORMERS
     family = find_family(architecture, name, hint)
     is_decoder = encoder_prefix(raw) is None
-    if is_decoder and (raw.get("is_causal") is False or raw.get("use_bidirectional_attention")):
+    # "vision" (Gemma 4) concerns images, which text prompts lack.
+    is_bidirectional = raw.get("use_bidirectional_attention") not in (None, False, "vision")
+    if is_decoder and (raw.get("is_causal") is False or is_bidirectional):
         message = (
             f"{path} sets bidirectional attention (is_causal, use_bidirectional_attention): not supported for decoders"
         )

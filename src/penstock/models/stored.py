@@ -50,6 +50,22 @@ def find_fused_mlp(config: ModelConfig, name: str) -> Stored:
     return Stored(name)
 
 
+def find_grouped_qkv(config: ModelConfig, fused: str, part: str, groups: int) -> Stored:
+    """Location of queries, keys or values in a tensor that has, for each group of query heads in turn, their queries,
+    then their key and their value.
+
+    Args:
+        fused: name of the tensor.
+        part: ``q``, ``k`` or ``v``.
+        groups: number of groups, the number of key-value heads.
+    """
+    shared, dim = config.num_heads // groups, config.checkpoint_head_dim
+    first, count = {"q": (0, shared), "k": (shared, 1), "v": (shared + 1, 1)}[part]
+    starts = [(group * (shared + 2) + first) * dim for group in range(groups)]
+    ranges = tuple((start, start + count * dim) for start in starts)
+    return Stored(fused, groups * (shared + 2) * dim, ranges)
+
+
 def part_of(name: str, sizes: Sequence[int], number: int) -> Stored:
     """Location of one of several matrices that are stacked in a tensor.
 

@@ -168,7 +168,7 @@ class HybridLayer(DecoderLayer):
 class Zamba2(Decoder):
     """A ``Decoder`` with blocks that layers share."""
 
-    EMBEDS_IN_ALL_STAGES = True
+    embeds_in_all_stages = True
 
     def _make_layer(
         self, context: BuildContext, number: int, attention: AttentionFactory, mlp: MLPFactory

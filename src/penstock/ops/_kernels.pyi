@@ -144,6 +144,7 @@ experts_activation_and_mul = experts_linear
 def route(
     logits: int,
     bias: int,
+    factors: int,
     ids: int,
     weights: int,
     tokens: int,
@@ -349,6 +350,7 @@ def attention(
     causal: bool,
     key_ends: int,
     chunked: bool,
+    alibi: int,
     row: int,
     parts: int,
     /,

@@ -57,6 +57,9 @@ class AttentionOptions:
     chunked: bool = False
     """Chunked attention (Llama 4): queries attend only within their chunk of ``window`` positions. Requires
     ``causal``."""
+    alibi: Tensor | None = None
+    """``[heads]`` float32: ALiBi slope of each head (Press et al., 2022): the slope times the key's position minus the
+    query's is added to the scores. None: off. Requires ``causal``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ def select_experts(
     logits: Tensor,
     routing: Routing,
     bias: Tensor | None = None,
+    factors: Tensor | None = None,
     token_ids: Tensor | None = None,
     table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -23,6 +24,7 @@ def select_experts(
         logits: ``[tokens, experts]`` float32.
         bias: ``[experts]`` float32, added to the scores for the selection of groups and experts, but not for the
             weights.
+        factors: ``[experts]`` float32, multiplied with the weights of the chosen experts.
         token_ids: ``[tokens]`` int64, with ``table``.
         table: experts of each token id, ``[vocabulary, top_k]`` int64 (hash routing); None: chosen by score.
     """
@@ -45,7 +47,8 @@ def select_experts(
     weights = scores.gather(-1, ids)
     if routing.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True).clamp(min=routing.min_sum) + routing.added_sum)
-    return ids, weights * routing.scale
+    weights = weights * routing.scale
+    return ids, weights if factors is None else weights * factors[ids]
 
 
 def count_experts(ids: Tensor, counts: Tensor, num_tokens: Tensor | None = None) -> None:

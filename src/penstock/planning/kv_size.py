@@ -110,15 +110,23 @@ def kv_specs(
     Raises ``PenstockError`` (``unsupported``) for a quantized cache of a model with sparse attention.
     """
     check_kv_cache_dtype(kv_cache_dtype, size)
-    heads, quantization = math.ceil(size.num_kv_heads / ranks), KV_QUANTIZATION[kv_cache_dtype]
-    elements, computed = size.kv_dim + size.index_dim, _computed_dtype(size, dtype)
-    spec = KVSpec(heads, elements, computed, block_size, quantization, latent=size.latent, index_dim=size.index_dim)
+    quantization, computed = KV_QUANTIZATION[kv_cache_dtype], _computed_dtype(size, dtype)
+
+    def spec(heads: int, dim: int) -> KVSpec:
+        heads, elements = math.ceil(heads / ranks), dim + size.index_dim
+        return KVSpec(heads, elements, computed, block_size, quantization, latent=size.latent, index_dim=size.index_dim)
+
+    usual = size.num_kv_heads, size.kv_dim
     if size.entry_dims:
-        return [replace(spec, head_dim=size.kv_dim + extra, index_dim=extra) for extra in size.entry_dims]
+        return [replace(spec(1, size.kv_dim + extra), index_dim=extra) for extra in size.entry_dims]
     if size.encoder:  # the layers of an encoder share one KV cache
-        return [spec]
-    layers = (size.num_layers if size.num_kv_layers < 0 else size.num_kv_layers) + (size.num_mtp_layers if mtp else 0)
-    return [spec.without_index_keys() if layer in size.shared_layers else spec for layer in range(layers)]
+        return [spec(*usual)]
+    layers = size.num_layers if size.num_kv_layers < 0 else size.num_kv_layers
+    shapes = [*(size.kv_shapes or (usual,) * layers), *(usual,) * (size.num_mtp_layers if mtp else 0)]
+    return [
+        spec(*shape).without_index_keys() if layer in size.shared_layers else spec(*shape)
+        for layer, shape in enumerate(shapes)
+    ]
 
 
 def _computed_dtype(size: ModelSize, dtype: str) -> str:

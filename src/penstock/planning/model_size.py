@@ -63,6 +63,12 @@ class ModelSize:
     """Parameters of the image or audio encoder, which is not quantized; 0: no encoder."""
     num_kv_layers: int = -1
     """Number of layers with keys and values; -1: all."""
+    kv_shapes: tuple[tuple[int, int], ...] = ()
+    """``num_kv_heads`` and ``kv_dim`` of each layer with keys and values, which are the first layers; empty: the same
+    for all."""
+    num_joined_layers: int = 0
+    """Number of the last layers that must be in the same pipeline stage, because some of them attend to keys and values
+    of others."""
     states: tuple[StateSpec, ...] = ()
     """Recurrent state of each layer that has one, on one rank for all heads."""
     encoder: bool = False
@@ -113,7 +119,9 @@ def size_of(config: ModelConfig) -> ModelSize:
         sparse += 2 * hidden * experts.latent_size
     with_mlp = list(filter(config.has_mlp, range(layers)))
     plain = sum(layer in dense_layers for layer in with_mlp)
-    num_sparse, num_kv = len(with_mlp) - plain, sum(map(config.has_attention, range(layers)))
+    num_sparse, with_kv = len(with_mlp) - plain, list(filter(config.has_kv, range(layers)))
+    num_kv = len(with_kv)
+    shared = [source for layer, source in enumerate(config.kv_sources) if source != layer]
     states = state_specs_of(config)
     state_weights, plain_state_weights = (
         len(states) * each for each in (config.state.num_weights(hidden) if config.state else (0, 0))
@@ -157,10 +165,12 @@ def size_of(config: ModelConfig) -> ModelSize:
         expert_weights=num_sparse * expert,
         vision_weights=_speech_weights(config) if config.speech else config.vision_weights,
         num_kv_layers=num_kv,
+        kv_shapes=tuple(config.layer_heads[layer] for layer in with_kv) if config.layer_heads else (),
+        num_joined_layers=layers - min(shared) if shared else 0,
         states=states,
         encoder=config.encoder is not None,
     )
-    return replace(size, **raw.get(COUNTED_WEIGHTS, {}))
+    return replace(size, **config.counted_weights, **raw.get(COUNTED_WEIGHTS, {}))
 
 
 def state_specs_of(config: ModelConfig) -> tuple[StateSpec, ...]:

@@ -27,10 +27,16 @@ def split_layers(
 
     Raises ``PenstockError`` (``invalid``) for fewer layers than stages, or an invalid value of ``layers``.
     """
-    total = size.num_layers
+    total, joined = size.num_layers, size.num_joined_layers
     if stages > total:
         raise invalid(FIELD, f"is {stages}, more than the model's {total} layers", total)
+    if joined and stages > total - joined + 1:
+        message = f"is {stages}, but the last {joined} of {total} layers share keys and values and must be in one stage"
+        raise invalid(FIELD, message, total - joined + 1)
     counts = _given(layers, stages, total) if layers else _balanced(size, stages, quantization, dtype)
+    if counts[-1] < joined:
+        message = f"the last {joined} layers share keys and values, so the last stage must have at least these"
+        raise invalid(LAYERS_FIELD, f"{message} (is {layers!r})")
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     if size.shared_layers:
         ends = [*_whole_groups(size, ends[:-1], bool(layers)), total]
@@ -92,6 +98,6 @@ def _balanced(size: ModelSize, stages: int, quantization: str, dtype: str) -> li
     def largest(last: int) -> float:
         return max(-(-(size.num_layers - last) // (stages - 1)), last + head_layers)
 
-    last = min(range(1, size.num_layers - stages + 2), key=largest)
+    last = min(range(max(1, size.num_joined_layers), size.num_layers - stages + 2), key=largest)
     each, more = divmod(size.num_layers - last, stages - 1)
     return [*(each + (stage < more) for stage in range(stages - 1)), last]

@@ -118,6 +118,12 @@ REASONING_FORMATS = (
         before_call="",
     ),
     ReasoningFormat(
+        parsers=("minimax_m1", "minimax"),
+        template_markers=("<beginning_of_sentence>", "<tool_calls>"),
+        before_answer="\n",
+        before_call="\n",
+    ),
+    ReasoningFormat(
         parsers=("minimax_m3", "minimax-m3"),
         template_markers=("<mm:think>",),
         start_marker="<mm:think>",
@@ -216,7 +222,7 @@ REASONING_FORMATS = (
                 "olmo3",
                 "hy_v3",
             ),
-            *("nemotron_v3", "nemotron_3", "step3p5", "holo2", "poolside_v1", "minimax", "minimax_m1", "interns1"),
+            *("nemotron_v3", "nemotron_3", "step3p5", "holo2", "poolside_v1", "interns1"),
         ),
         template_markers=("</think>",),
     ),

@@ -28,6 +28,8 @@ PROCESSOR_CONFIGS = ("processor_config.json", "preprocessor_config.json")
 """A checkpoint with one of these files has a processor, whose template takes precedence over the tokenizer's."""
 MODEL_CONFIG = "config.json"
 NAMES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, TEMPLATE, PROCESSOR_TEMPLATE, *PROCESSOR_CONFIGS, MODEL_CONFIG)
+OWN_TEMPLATES = {"deepseek_v32": Path(__file__).parent / "templates" / "deepseek_v32.jinja"}
+"""Our templates by ``model_type``, for models whose checkpoints have a program in place of a chat template."""
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of the templates for chats without and with tools."""
 MAX_BYTES = 128 * 2**20
@@ -100,7 +102,7 @@ def read_side_files(folder: Path) -> SideFiles:
         raise invalid("tokenizer", f"{folder} has an added token with id {last}; the limit is {MAX_TOKENS}", MAX_TOKENS)
     model_type = str(read_object(folder / MODEL_CONFIG).get("model_type") or "")
     return SideFiles(
-        config, special, special_tokens, dict(sorted(added.items())), _templates(folder, config), model_type
+        config, special, special_tokens, dict(sorted(added.items())), _templates(folder, config, model_type), model_type
     )
 
 
@@ -140,8 +142,9 @@ def choose_template(templates: Mapping[str, str], tools: bool) -> str | None:
     return templates.get(TOOL_USE if tools and TOOL_USE in templates else DEFAULT)
 
 
-def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates of the first source with a template; a missing default template is taken from the next source."""
+def _templates(folder: Path, config: Mapping[str, Any], model_type: str) -> dict[str, str]:
+    """The templates of the first source with a template; a missing default template is taken from the next source.
+    Without any, one of ``OWN_TEMPLATES``."""
     named = config.get("chat_template") or {}
     if isinstance(named, str):
         named = {DEFAULT: named}
@@ -154,6 +157,8 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     processor = _processor_templates(folder)
     sources = [processor, files, named] if has_processor else [files, named, processor]
     found = [source for source in sources if source]
+    if not found and model_type in OWN_TEMPLATES:
+        return {DEFAULT: OWN_TEMPLATES[model_type].read_text()}
     default = {name: text for source in reversed(found) for name, text in source.items() if name == DEFAULT}
     templates = {**default, **(found[0] if found else {})}
     return {str(name): str(text) for name, text in templates.items()}

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from penstock.checkpoint.config_json import read_config_json
-from penstock.checkpoint.kv_spec import bytes_per_token
+from penstock.checkpoint.kv_spec import KVSpec, bytes_per_token
 from penstock.checkpoint.state_spec import bytes_per_slot
 from penstock.cli.flags import add_options, configure
 from penstock.cli.screen import print_json
@@ -24,7 +24,7 @@ from penstock.planning.kv_size import (
     kv_specs,
     weight_bytes,
 )
-from penstock.planning.model_size import model_size_of
+from penstock.planning.model_size import ModelSize, model_size_of
 from penstock.planning.pipeline import split_layers, stage_weight_bytes
 
 GB, GIB = 1e9, 2**30
@@ -82,7 +82,7 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
     split = split_layers(size, stages, options.pipeline_parallel_layers, quantization, options.dtype)
     weights = max(stage_weight_bytes(size, layers, quantization, options.dtype, mtp) for layers in split)
     specs = kv_specs(size, options.block_size, options.kv_cache_dtype, options.dtype, mtp, ranks)
-    token = max(bytes_per_token(specs if stages == 1 else specs[each.start : each.stop]) for each in split)
+    token = max(bytes_per_token(each) for each in _specs_of_stages(size, specs, split))
     if draft := draft_size(speculative, str(folder), size):
         draft = draft if args.gpu_memory else draft.on_cpu()
         weights += weight_bytes(draft, quantization, options.dtype)
@@ -128,6 +128,16 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
             "batch_size": cache.batch_size(prompt, output),
         },
     }
+
+
+def _specs_of_stages(size: ModelSize, specs: list[KVSpec], stages: list[range]) -> list[list[KVSpec]]:
+    """KV cache specs of the layers of each pipeline stage. Of a model without attention in some layers, each stage is
+    assumed to have as many layers with attention as possible."""
+    if len(stages) == 1:
+        return [specs]
+    if size.kv_shapes or size.shared_layers:
+        return [specs[layers.start : layers.stop] for layers in stages]
+    return [specs[: len(layers)] for layers in stages]
 
 
 def _room(args: argparse.Namespace, options: EngineOptions, weights: int) -> int:

@@ -134,7 +134,8 @@ def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
     if ranks > 1:
         from penstock.parallel import SingleRank, shard_heads  # this module imports PyTorch
 
-        shard_heads(SingleRank(size=ranks), config.num_heads, config.num_kv_heads)
+        for kv_heads in config.kv_head_counts:
+            shard_heads(SingleRank(size=ranks), config.num_heads, kv_heads)
     if config.experts and config.experts.by_modality and options.expert_load:
         message = (
             f"expert_load: not supported for {config.architecture}, which has separate experts for images; "

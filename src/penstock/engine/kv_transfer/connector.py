@@ -75,7 +75,7 @@ def _stages_of_layouts(options: EngineOptions, config_json: Mapping[str, Any], c
     stages = split_layers(
         size, options.pipeline_parallel_size, options.pipeline_parallel_layers, options.quantization, options.dtype
     )
-    ends = [sum(map(config.has_attention, range(layers.stop))) for layers in stages]
+    ends = [sum(map(config.has_kv, range(layers.stop))) for layers in stages]
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 

@@ -32,7 +32,7 @@ class AdapterSlots:
             raise PenstockError(Code.UNAVAILABLE, message, "lora_path")
         model = self._runner.model
         config, experts = model.config, model.config.experts
-        find_stored = family_of(config).find_stored if config.state else None
+        find_stored = family_of(config).find_stored
         return load_lora(
             Path(path),
             model.lora_targets,

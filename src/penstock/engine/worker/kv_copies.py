@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from penstock.core import Code, PenstockError
 from penstock.ops import LayerExport
 
 from ..step import StepInput, TransferMemory
@@ -50,6 +51,9 @@ class KVCopies:
         """Map shared memory. Returns the part of each layer, and all slots. Raises ``OSError`` if it cannot be opened,
         for example because the worker is on another host."""
         layouts = self._runner.model.transfer_layouts(shared.slot_tokens, self._quantization)
+        if layouts and layouts[0].slot_bytes != shared.slot_bytes:
+            message = f"the engine expects {shared.slot_bytes} bytes per slot, the model has {layouts[0].slot_bytes}"
+            raise PenstockError(Code.INTERNAL, message)
         size = shared.offset + shared.slots * shared.slot_bytes
         descriptor = os.open(shared.path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -81,7 +85,7 @@ class KVCopies:
         self, copy: Callable[..., None], first_layer: int, last_layer: int, slots: np.ndarray, places: np.ndarray
     ) -> None:
         model = self._runner.model
-        first_of_stage = sum(map(model.config.has_attention, range(model.layers.start)))
+        first_of_stage = sum(map(model.config.has_kv, range(model.layers.start)))
         mapping, targets = (torch.from_numpy(each.astype(np.int64)) for each in (slots, places))
         for number, (cache, layer) in enumerate(zip(self._runner.cache, self.exports, strict=False), first_of_stage):
             if first_layer <= number < last_layer:

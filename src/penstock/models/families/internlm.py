@@ -4,7 +4,7 @@ tensor grouped by key-value head."""
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config
 
 from ..registry import Family
-from ..stored import Stored
+from ..stored import Stored, find_grouped_qkv
 
 NAMES = {
     "model.embed_tokens": "model.tok_embeddings",
@@ -38,13 +38,7 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
         return Stored(f"{layer}.{NAMES[module]}")
     if not module.endswith(("q_proj", "k_proj", "v_proj")):
         return Stored(name)
-    shared = config.num_heads // config.num_kv_heads  # query heads per key-value head; stored before key and value
-    first, count = {"q": (0, shared), "k": (shared, 1), "v": (shared + 1, 1)}[module[-6]]
-    group, dim = shared + 2, config.head_dim
-    ranges = tuple(
-        ((head * group + first) * dim, (head * group + first + count) * dim) for head in range(config.num_kv_heads)
-    )
-    return Stored(f"{layer}.attention.wqkv", config.num_kv_heads * group * dim, ranges)
+    return find_grouped_qkv(config, f"{layer}.attention.wqkv", module[-6], config.num_kv_heads)
 
 
 INTERNLM2 = Family(("InternLM2ForCausalLM",), read_internlm2, find_stored=find_stored)

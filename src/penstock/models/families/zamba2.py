@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from penstock.checkpoint.decoder_options import LayerNorms
 from penstock.checkpoint.model_config import (
-    COUNTED_WEIGHTS,
     PADDED_TO,
     ConfigJson,
     LayerKind,
@@ -77,8 +76,8 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         mlp_bias=bias,
         options=options,
     )
-    config = replace(config, layer_kinds=kinds, state=state)
-    return replace(config, raw={**raw, COUNTED_WEIGHTS: {"layer_weights": _layer_weights(config, raw)}})
+    config = replace(config, layer_kinds=kinds, state=state, raw=raw)
+    return replace(config, counted_weights={"layer_weights": _layer_weights(config, raw)})
 
 
 def _layer_weights(config: ModelConfig, raw: ConfigJson) -> int:

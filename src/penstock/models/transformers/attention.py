@@ -32,6 +32,10 @@ class UnsupportedAttention(Exception):
     """Raised if a model needs a feature that paged attention does not support. The message names the feature."""
 
 
+class InconsistentWindows(UnsupportedAttention):
+    """Raised if transformers computes other results with its KV cache than without: neither can be the reference."""
+
+
 @dataclass(frozen=True)
 class CausalMask:
     """Placeholder for a causal mask. Arithmetic with it fails, so models that add a bias to the mask are detected."""

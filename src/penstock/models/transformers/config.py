@@ -10,6 +10,7 @@ import torch
 
 from penstock.checkpoint.model_config import COUNTED_WEIGHTS, ModelConfig, dense_config, dtype_of
 from penstock.checkpoint.rope import max_model_len_of, rope_parameters_of
+from penstock.checkpoint.state_config import LibraryStateConfig
 from penstock.checkpoint.stored_format import quantization_config_of, quantization_of
 from penstock.core import Code, PenstockError
 
@@ -20,18 +21,20 @@ DEFAULT_LENGTH = 2048
 """Default context length, e.g. for models without learned positions."""
 LIBRARY_CONFIG = "library_config"
 """Key of ``ModelConfig.raw`` with the ``config.json`` for transformers."""
+GATHERED = "library_gathered"
+"""Key of ``ModelConfig.raw``: the model can only be run one sequence at a time (``GatheredBody``)."""
+POSITION_OFFSET = "library_position_offset"
+"""Key of ``ModelConfig.raw``: number of the first position, which is not 0 in RoBERTa and its like."""
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the configuration of any causal language model of transformers.
 
-    Raises ``PenstockError``: ``unsupported`` if transformers is missing or does not have the architecture, the model
-    keeps state other than keys and values, or the weights are quantized; ``invalid`` if transformers rejects the
-    configuration.
+    Raises ``PenstockError``: ``unsupported`` if transformers is missing or does not have the architecture, or the
+    weights are quantized; ``invalid`` if transformers rejects the configuration.
     """
     architecture, dtype = str(next(iter(raw.get("architectures") or ["none"]))), dtype_of(raw)
-    if getattr(model_class(architecture), "_is_stateful", False):
-        raise unsupported(architecture, "it keeps state other than keys and values (_is_stateful)")
+    model_class(architecture)
     if raw.get("gguf") or quantization_of(raw) is None:
         message = f"{architecture} is run by transformers, which requires unquantized safetensors files"
         raise PenstockError(Code.UNSUPPORTED, f"{message}: use these, with --quantization to quantize at load", "model")
@@ -39,7 +42,6 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     text_config = whole.get_text_config(decoder=True)
     if getattr(whole, "is_encoder_decoder", False):
         raise unsupported(architecture, "it has an encoder")
-    cache_windows(architecture, whole)
 
     def count(name: str, default: int = 0) -> int:
         try:
@@ -51,8 +53,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     hidden, heads, layers = count("hidden_size"), count("num_attention_heads", 1), count("num_hidden_layers", 1)
     rope = getattr(text_config, "rope_parameters", None) or {}
     rope = rope_parameters_of({"rope_parameters": rope} if isinstance(rope.get("rope_type"), str) else {})
-    length = count("max_position_embeddings", DEFAULT_LENGTH)
-    weights = _count_weights(skeleton(architecture, whole))
+    built, gathered = skeleton(architecture, whole)
+    weights, offset = _count_weights(built), _position_offset(built)
+    length = count("max_position_embeddings", DEFAULT_LENGTH) - offset
     sizes = {
         "architectures": [architecture],
         "vocab_size": count("vocab_size"),
@@ -68,11 +71,34 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         "quantization_config": quantization_config_of(raw),
         COUNTED_WEIGHTS: weights,
         LIBRARY_CONFIG: raw,
+        GATHERED: gathered or cache_windows(whole) is None,
+        POSITION_OFFSET: offset,
     }
     config = dense_config(
         sizes, rope_parameters=rope, max_model_len=max_model_len_of(length, rope), sliding_windows=(0,) * layers
     )
-    return replace(config, architecture=architecture, has_lm_head=True, model_impl="transformers")
+    state = LibraryStateConfig() if _has_state(architecture, whole) else None
+    return replace(config, architecture=architecture, has_lm_head=True, model_impl="transformers", state=state)
+
+
+def _has_state(architecture: str, configuration: Any) -> bool:
+    """Whether a model has layers with recurrent state."""
+    from transformers.cache_utils import DynamicCache, LinearAttentionLayer
+
+    if getattr(model_class(architecture), "_is_stateful", False):
+        return True
+    try:
+        return any(isinstance(layer, LinearAttentionLayer) for layer in DynamicCache(config=configuration).layers)
+    except Exception:  # transformers raises for configurations without a KV cache
+        return False
+
+
+def _position_offset(model: Any) -> int:
+    """Number of the first position: RoBERTa counts positions from the one after the padding index on."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return int(module.padding_idx) + 1
+    return 0
 
 
 def _count_weights(model: Any) -> dict[str, int]:
@@ -80,7 +106,7 @@ def _count_weights(model: Any) -> dict[str, int]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     outer = {id(module.weight): module.weight.numel() for module in (embedding, head) if module is not None}
     total = sum(parameter.numel() for parameter in model.parameters())
-    tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    tied = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
     first = embedding.weight.numel()
     if tied and len(outer) > 1:  # embedding and head are separate here, and tied when the weights are loaded
         outer, total = {id(embedding.weight): first}, total - head.weight.numel()
@@ -88,16 +114,19 @@ def _count_weights(model: Any) -> dict[str, int]:
     return {"layer_weights": total - together, "embedding_weights": together, "head_weights": first}
 
 
-def skeleton(architecture: str, configuration: Any) -> Any:
-    """Build the model on the meta device, with Penstock's attention.
+def skeleton(architecture: str, configuration: Any) -> tuple[Any, bool]:
+    """Build the model on the meta device, with Penstock's attention if its modules use the attention interface. Returns
+    it, and whether they do not.
 
     Raises ``PenstockError`` (``unsupported``) if the model cannot be built.
     """
     register()
-    configuration._attn_implementation = NAME
-    try:
-        with torch.device("meta"):
-            return model_class(architecture)(configuration)
-    except Exception as error:  # a model's code may raise any exception, e.g. for a missing package
-        reason = "it supports no other attention implementation" if str(error) == repr(NAME) else first_line(error)
-        raise unsupported(architecture, reason) from error
+    found = model_class(architecture)
+    for attention in (NAME, "eager") if found._can_set_attn_implementation() else ("eager",):
+        configuration._attn_implementation = attention
+        try:
+            with torch.device("meta"):
+                return found(configuration), attention != NAME
+        except Exception as error:  # a model's code may raise any exception, e.g. for a missing package
+            failure = error
+    raise unsupported(architecture, first_line(failure)) from failure

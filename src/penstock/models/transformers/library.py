@@ -65,26 +65,23 @@ def library_config(architecture: str, raw: Mapping[str, Any]) -> Any:
     """Configuration object of transformers for a ``config.json``. A rejected value raises ``PenstockError``."""
     found = model_class(architecture).config_class
     try:
-        return found.from_dict({name: value for name, value in raw.items() if name != "auto_map"})
+        values = found._decode_special_floats({name: value for name, value in raw.items() if name != "auto_map"})
+        return found.from_dict(values)
     except Exception as error:  # transformers and huggingface_hub raise exceptions of several classes
         raise invalid("model", f"transformers rejects this config.json: {first_line(error)}") from error
 
 
-def cache_windows(architecture: str, configuration: Any) -> list[int]:
+def cache_windows(configuration: Any) -> list[int] | None:
     """Sliding window of each layer in transformers' KV cache (0: full attention), without the layers that share the
-    keys and values of another layer.
-
-    Raises ``PenstockError`` (``unsupported``) if a layer keeps state other than keys and values.
-    """
+    keys and values of another layer. None if the model has no such cache, or layers with other state."""
     from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     try:
         layers = [each for each in DynamicCache(config=configuration).layers if type(each) is not DummyLayer]
-    except Exception as error:  # transformers raises for configurations without a KV cache
-        raise unsupported(architecture, f"it has no KV cache in transformers ({first_line(error)})") from error
-    for layer in layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise unsupported(architecture, f"it keeps state other than keys and values ({type(layer).__name__})")
+    except Exception:  # transformers raises for configurations without a KV cache
+        return None
+    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+        return None
     return [int(getattr(layer, "sliding_window", 0) or 0) for layer in layers]
 
 

@@ -19,15 +19,15 @@ from penstock.layers.context import is_finite
 
 from ..weights import Checkpoint
 from .attention import NAME, UnsupportedAttention, register
-from .config import LIBRARY_CONFIG
+from .config import GATHERED, LIBRARY_CONFIG
 from .library import first_line, library_config, model_class
 
 logger = logging.getLogger(__name__)
 
 
 def load_module(context: BuildContext, config: ModelConfig) -> Any:
-    """Load a causal language model of transformers with Penstock's attention and the weights of the context; with
-    random weights if the context has no ``Checkpoint``.
+    """Load a causal language model of transformers with the weights of the context, or with random weights if the
+    context has no ``Checkpoint``; with Penstock's attention, or its own if ``GATHERED``.
 
     Raises ``PenstockError`` (``invalid``) for tensors that are missing or have the wrong shape.
     """
@@ -36,11 +36,12 @@ def load_module(context: BuildContext, config: ModelConfig) -> Any:
         model_class(config.architecture),
         library_config(config.architecture, config.raw[LIBRARY_CONFIG]),
     )
+    attention = "eager" if config.raw[GATHERED] else NAME
     if not isinstance(context.weights, Checkpoint):
         # engine processes import torch without this module (engine/lean_torch.py)
         importlib.import_module("torch._prims.rng_prims")
         torch.manual_seed(int(context.weights.version[:8], 16))
-        configuration._attn_implementation = NAME
+        configuration._attn_implementation = attention
         return found._from_config(configuration, dtype=context.dtype).to(context.device).eval()
     checkpoint = context.weights
     names = checkpoint.names
@@ -48,7 +49,7 @@ def load_module(context: BuildContext, config: ModelConfig) -> Any:
         checkpoint.stored_name(name): checkpoint.read(name, *checkpoint.shape(name), as_stored=True)
         for name in track("loading weights", names, len(names), "tensor", logger)
     }
-    options = {"dtype": context.dtype, "attn_implementation": NAME, "ignore_mismatched_sizes": True}
+    options = {"dtype": context.dtype, "attn_implementation": attention, "ignore_mismatched_sizes": True}
     try:
         with _quietly():
             model, info = found.from_pretrained(

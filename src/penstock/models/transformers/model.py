@@ -12,25 +12,29 @@ import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint.model_config import ModelConfig
+from penstock.checkpoint.state_spec import StateSpec
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
 from penstock.layers import BuildContext
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 
 from ..model import BaseModel
-from .attention import CausalMask, PagedAttentions, RecordedAttentions, UnsupportedAttention, attending
-from .check import check
-from .config import LIBRARY_CONFIG
+from .attention import CausalMask, InconsistentWindows, RecordedAttentions, UnsupportedAttention, attending
+from .check import check_gathered, check_paged
+from .config import GATHERED, LIBRARY_CONFIG, POSITION_OFFSET
+from .gathered import GatheredBody
 from .library import cache_windows, first_line, library_config, unsupported
 from .linear import ModuleWeights, has_other_matrices, pack_linears
 from .loading import fix_rope, load_module
+from .paged import PagedBody
 
 logger = logging.getLogger(__name__)
 
 
 class TransformersModel(BaseModel):
     """A ``Model`` that runs a causal language model of transformers. Its hidden states are the output of the model's
-    body; the other modules compute the logits.
+    body; the other modules compute the logits. The body runs over our attention kernels (``PagedBody``), or one
+    sequence at a time (``GatheredBody``).
 
     Raises ``PenstockError`` (``unsupported``) for a model that cannot be run with a paged KV cache. To detect this, the
     constructor compares results for a few tokens with those of transformers.
@@ -39,89 +43,89 @@ class TransformersModel(BaseModel):
     def __init__(self, context: BuildContext, config: ModelConfig) -> None:
         super().__init__(context, config)
         self._device = context.device
-        self._windows = cache_windows(
-            config.architecture, library_config(config.architecture, config.raw[LIBRARY_CONFIG])
-        )
         self._model = load_module(context, config)
         head, embedding = self._model.get_output_embeddings(), self._model.get_input_embeddings()
         weights = ModuleWeights(self._model, context.weights.version)
         pack_linears(replace(context, weights=weights, weight_cache=None), self._model, head, embedding)
         if context.ops.NAME == "cpu" and not has_other_matrices(self._model):
             torch.set_num_threads(1)  # PyTorch's threads busy-wait after each call, on cores that the kernels need
-        with self._checked():
-            fix_rope(self._model, context.max_len)
-            self._record()
-            check(self, self._model, context)
+        reasons = []
+        for build in (self._build_gathered,) if config.raw[GATHERED] else (self._build_paged, self._build_gathered):
+            try:
+                with _reasons():
+                    build(context)
+                    return
+            except UnsupportedAttention as error:
+                reasons.append(str(error))
+                if isinstance(error, InconsistentWindows):
+                    break
+        raise unsupported(config.architecture, "; one sequence at a time: ".join(reasons))
 
-    @contextmanager
-    def _checked(self) -> Iterator[None]:
-        """Context manager that raises ``PenstockError`` (``unsupported``), with the architecture, for all errors."""
-        architecture = self.config.architecture
+    def _build_paged(self, context: BuildContext) -> None:
+        config = self.config
+        windows = cache_windows(library_config(config.architecture, config.raw[LIBRARY_CONFIG]))
+        assert windows is not None, "read_config selects GATHERED without a plain cache"
+        fix_rope(self._model, context.max_len)
+        self._find_body()
+        offset = config.raw[POSITION_OFFSET]
+        self._runner: PagedBody | GatheredBody
+        self._runner = PagedBody(self._ops, self._body, windows, offset, self.max_len, self.dtype, self._device)
+        check_paged(self, self._model, context, offset)
+
+    def _build_gathered(self, context: BuildContext) -> None:
+        self._model.set_attn_implementation("eager")
+        fix_rope(self._model, context.max_len)
+        self._find_body()
+        offset = self.config.raw[POSITION_OFFSET]
+        self._runner = body = GatheredBody(self._ops, self._body, self._model.config, offset, self.dtype, self._device)
         try:
-            yield
-        except (UnsupportedAttention, PenstockError) as error:
-            raise unsupported(architecture, error) from error
-        except Exception as error:  # a model's code may raise any exception for a mask or layer of Penstock
-            reason = first_line(error)
-            if CausalMask.__name__ in reason:
-                reason = "its modules do arithmetic with the attention mask (position biases)"
-            raise unsupported(architecture, reason) from error
+            check_gathered(self, self._model, context)
+        except Exception:  # modules that ignore a state in steps with several tokens may raise any exception
+            if not body.state_specs():
+                raise
+            body.single_tokens = True
+            check_gathered(self, self._model, context)
+        logger.warning(
+            "%s computes one sequence of a step after the other: its attention cannot be replaced by a kernel",
+            self.config.architecture,
+        )
 
     @torch.inference_mode()
-    def _record(self) -> None:
-        """Find the body, which is the first module that runs, and record its attentions."""
+    def _find_body(self) -> None:
+        """Find the body, which is the first module that runs, and the class of its output."""
         started: list[nn.Module] = []
+        outputs: dict[nn.Module, Any] = {}
         hooks = [
-            module.register_forward_pre_hook(lambda module, _: started.append(module))
+            hook
             for module in self._model.modules()
             if module is not self._model
+            for hook in (
+                module.register_forward_pre_hook(lambda module, _: started.append(module)),
+                module.register_forward_hook(lambda module, _, output: outputs.update({module: output})),
+            )
         ]
-        recorded, ids = RecordedAttentions(self.max_len), torch.zeros(1, 2, dtype=torch.int64, device=self._device)
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
         try:
-            with attending(recorded):
+            with attending(RecordedAttentions(self.max_len)):
                 self._model(input_ids=ids, use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()
         self._body = started[0]
-        recorded = RecordedAttentions(self.max_len)
-        with attending(recorded):
-            self._output = self._run_body(ids[0], torch.arange(2, device=self._device))
-        if not recorded.calls:
-            raise UnsupportedAttention("its attention does not use the attention interface of transformers")
-        self._calls, self._masks = recorded.calls, recorded.masks
-        expected = [window if window < self.max_len else 0 for window in self._windows]
-        found = [call.window for call in recorded.calls]
-        if found != expected if len(found) == len(expected) else not {*found} <= {*expected}:
-            raise UnsupportedAttention("the sliding windows of its masks differ from those of its KV cache")
-
-    def _run_body(self, token_ids: Tensor, positions: Tensor) -> Any:
-        """Run the body of the model for token ids and their positions, ``[tokens]`` int64 each."""
-        return self._body(
-            input_ids=token_ids[None],
-            attention_mask=torch.ones_like(token_ids)[None],
-            position_ids=positions[None],
-            use_cache=False,
-            return_dict=True,
-        )
+        self._output = type(outputs[self._body])
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return [
-            KVSpec(call.num_kv_heads, call.head_dim, dtype, block_size, quantization, call.window)
-            for call in self._calls
-        ]
+        return self._runner.kv_specs(block_size, quantization)
+
+    def state_specs(self) -> list[StateSpec]:
+        return self._runner.state_specs()
 
     def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
         raise invalid("role", "models run by transformers do not support KV cache transfer: omit role")
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
-        attentions = PagedAttentions(self._ops, self._calls, self._masks, batch, cache)
-        with attending(attentions):
-            hidden: Tensor = self._run_body(batch.token_ids, batch.positions).last_hidden_state[0]
-        attentions.finish()
-        return hidden[batch.logits_indices]
+        return self._runner.forward(batch, cache)[batch.logits_indices]
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -131,7 +135,7 @@ class TransformersModel(BaseModel):
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``Model.logits``. Runs the causal language model with these hidden states as the output of its body."""
-        output = type(self._output)(last_hidden_state=hidden[None])
+        output = self._output(last_hidden_state=hidden[None])
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=self._device)
         self._body.forward = lambda *args, **options: output
         try:
@@ -144,6 +148,24 @@ class TransformersModel(BaseModel):
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
         logits = self.logits(hidden)
         return (logits if bitmask is None else self._ops.apply_bitmask(logits, bitmask)).argmax(-1)
+
+
+@contextmanager
+def _reasons() -> Iterator[None]:
+    """Context manager that raises ``UnsupportedAttention`` for all errors."""
+    try:
+        yield
+    except UnsupportedAttention:
+        raise
+    except PenstockError as error:
+        raise UnsupportedAttention(str(error)) from error
+    except Exception as error:  # a model's code may raise any exception for a mask or layer of Penstock
+        reason = first_line(error)
+        if CausalMask.__name__ in reason:
+            reason = "its modules do arithmetic with the attention mask (position biases)"
+        elif reason == type(error).__name__:
+            reason = f"its modules raise {reason}"
+        raise UnsupportedAttention(reason) from error
 
 
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> TransformersModel:

@@ -40,7 +40,17 @@ from .experts import (
     stack_experts,
 )
 from .graph import capture, empty, is_capturing
-from .kv_cache import attention, copy_blocks, copy_slots, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
+from .kv_cache import (
+    attention,
+    copy_blocks,
+    copy_slots,
+    export_kv,
+    gather_kv,
+    import_kv,
+    new_kv_cache,
+    rope_and_store,
+    store_kv,
+)
 from .latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head, select_keys
 from .lightning import lightning_attention
 from .limits import measure_limits, set_threads

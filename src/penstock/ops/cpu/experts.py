@@ -51,6 +51,7 @@ def select_experts(
     logits: Tensor,
     routing: Routing,
     bias: Tensor | None = None,
+    factors: Tensor | None = None,
     token_ids: Tensor | None = None,
     table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -61,6 +62,7 @@ def select_experts(
     _kernels.route(
         logits.data_ptr(),
         0 if bias is None else bias.data_ptr(),
+        0 if factors is None else factors.data_ptr(),
         ids.data_ptr(),
         weights.data_ptr(),
         tokens,

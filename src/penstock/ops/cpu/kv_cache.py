@@ -14,6 +14,7 @@ from penstock.core.errors import invalid
 
 from .. import _kernels, pages
 from ..batch import AttentionMetadata, AttentionOptions, QKNorms
+from ..reference.kv_cache import dequantize
 from .dtypes import DTYPE_CODES, dtype_code
 from .elementwise import rms_norm, rope
 from .graph import empty
@@ -139,6 +140,7 @@ def attention(
         options.causal,
         0 if metadata.key_ends is None else metadata.key_ends.data_ptr(),
         options.chunked,
+        0 if options.alibi is None else options.alibi.data_ptr(),
         row,
         parts,
     )
@@ -195,6 +197,19 @@ def _transfer(
         bool(spec.latent),
         0 if progress is None else progress.data_ptr(),
     )
+
+
+def gather_kv(cache: LayerCache, block_table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """See ``reference.gather_kv``. Tokens are exported to a temporary buffer."""
+    spec = cache.spec
+    blocks = block_table[: -(-length // spec.block_size)].long()
+    slots = (blocks[:, None] * spec.block_size + torch.arange(spec.block_size)).flatten()[:length].contiguous()
+    layout = TransferLayout(length, length * spec.bytes_per_token, 0, spec.kv_heads, spec.bytes_per_vector)
+    buffer = torch.empty(layout.slot_bytes, dtype=torch.uint8)
+    export_kv(cache, slots, buffer, torch.arange(length), layout)
+    dtype = torch.int8 if spec.quantization else getattr(torch, spec.dtype)
+    k, v = buffer.view(dtype).view(2, length, spec.kv_heads, -1)
+    return (dequantize(k), dequantize(v)) if spec.quantization else (k, v)
 
 
 def copy_slots(cache: LayerCache, sources: Tensor, targets: Tensor) -> None:

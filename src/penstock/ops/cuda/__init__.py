@@ -49,7 +49,7 @@ from .experts import (
     stack_experts,
 )
 from .graph import capture, is_capturing
-from .kv_cache import copy_blocks, copy_slots, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
+from .kv_cache import copy_blocks, copy_slots, export_kv, gather_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head, select_keys
 from .launch import INTERPRETED
 from .lora import add_lora, new_lora_slots, pack_lora, set_lora

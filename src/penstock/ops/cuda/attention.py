@@ -38,8 +38,8 @@ class Variant:
     tile: int
     """Number of positions that are processed at a time."""
     rows: int
-    """Number of rows of a tile of queries (heads times tokens), a multiple of 64, so that Hopper uses the same kind of
-    instructions for all tiles."""
+    """Number of rows of a tile of queries (heads times tokens): a multiple of 64, or the same for all steps, so that
+    Hopper uses the same kind of instructions for all tiles."""
     num_warps: int
     num_stages: int
     programs: int
@@ -70,7 +70,13 @@ class Plan:
 
 
 def choose(
-    decode: bool, item_bytes: int, quantization: str, group: int, dim: int, capability: tuple[int, int]
+    decode: bool,
+    item_bytes: int,
+    quantization: str,
+    group: int,
+    dim: int,
+    capability: tuple[int, int],
+    alibi: bool = False,
 ) -> Variant:
     """Choose the configuration for a step: the largest tiles that were compiled without spilling registers.
 
@@ -83,8 +89,16 @@ def choose(
         item_bytes: size of an element of queries.
         group: number of heads per KV head.
         dim: head size, rounded up to a power of two.
+        alibi: True with ALiBi.
     """
-    odd = group & (group - 1)  # for group sizes that are no power of two, the division takes a few more registers
+    # For group sizes that are no power of two, the division takes a few more registers, and so do the slopes of ALiBi.
+    odd = bool(group & (group - 1)) or alibi
+    if dim > 256:  # the tiles of latent attention, which has accumulators of the same size
+        if item_bytes == 4:
+            return Variant(16, 16, 4, 1, 1, True)
+        if quantization:
+            return Variant(16, 16, 8, 2, 1, True) if capability >= (9, 0) else Variant(16, 16, 4, 2, 1, True)
+        return Variant(32, 32, 8, 2, 1, True)
     if item_bytes == 4:  # float32 has no matrix instructions, and is used in tests only
         return Variant(32, 64, 8, 1, 1, True)
     if dim > 128:
@@ -94,6 +108,8 @@ def choose(
             return Variant(32, 64, 8, 5, 1, True) if quantization else Variant(32, 64, 4, 3, 2, True)
         return Variant(32, 64, 4, 5, 2, True) if quantization else Variant(64, 64, 4, 3, 2, True)
     if capability >= (10, 0):
+        if alibi and quantization:
+            return Variant(32, 64, 4, 4, 2, True)
         if odd and not quantization:
             return Variant(32, 64, 4, 6, 2, True)
         return Variant(64, 64, 4, 4 if quantization else 6, 2, True)
@@ -230,6 +246,7 @@ def attention(
         group,
         padded,
         architecture(q.device).capability,
+        options.alibi is not None,
     )
     plan = plan_of(metadata, variant, heads, spec.kv_heads, dim, options)
     softcap = options.softcap
@@ -247,6 +264,7 @@ def attention(
         plan.partial,
         plan.partial_sums,
         options.sinks,
+        options.alibi,
         sequences,
         plan.first_row,
         options.scale / softcap if softcap else options.scale * math.log2(math.e),

@@ -57,6 +57,7 @@ def select_experts(
     logits: Tensor,
     routing: Routing,
     bias: Tensor | None = None,
+    factors: Tensor | None = None,
     token_ids: Tensor | None = None,
     table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -70,6 +71,7 @@ def select_experts(
         (tokens,),
         logits,
         bias,
+        factors,
         ids,
         weights,
         experts,

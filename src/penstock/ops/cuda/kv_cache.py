@@ -24,10 +24,12 @@ from .launch import MIN_FP8, architecture, launch
 
 MAX_BLOCK = 128
 """Largest number of tokens of a block."""
-MAX_HEAD = 256
+MAX_HEAD = 512
 """Largest head size."""
 MAX_LATENT = 512
 """Largest value size of a latent cache."""
+MAX_LATENT_KEY = 768
+"""Largest key size of a latent cache."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> 
             found = "{}.{}".format(*architecture(device).capability)
             message = f"kv_cache_dtype fp8 requires a GPU of compute capability 8.9 or higher, not {found}: use int8"
             raise PenstockError(Code.UNSUPPORTED, message, "kv_cache_dtype")
-        largest, size = MAX_LATENT + MAX_HEAD if spec.latent else MAX_HEAD, spec.head_dim - spec.index_dim
+        largest, size = MAX_LATENT_KEY if spec.latent else MAX_HEAD, spec.head_dim - spec.index_dim
         if size % 16 or size > largest or spec.latent % 16 or spec.latent > MAX_LATENT:
             message = f"head_dim {size}; supported are multiples of 16 up to {largest}"
             if spec.latent:
@@ -205,6 +207,21 @@ def copy_slots(cache: LayerCache, sources: Tensor, targets: Tensor) -> None:
     for tensor in (cache.values.view(torch.uint8), cache.scales):
         if tensor is not None:
             tensor[target] = tensor[source]
+
+
+def gather_kv(cache: LayerCache, block_table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """See ``reference.gather_kv``."""
+    blocks = block_table[: -(-length // cache.spec.block_size)].long()
+
+    def tokens(part: int) -> Tensor:
+        if cache.scales is None:
+            vectors = cache.values[blocks, part]
+        else:
+            vectors = cache.values.view(torch.uint8)[blocks, part].view(cache.values.dtype).float()
+            vectors = vectors * cache.scales[blocks, part, :, :, None]
+        return vectors.transpose(1, 2).flatten(0, 1)[:length]
+
+    return tokens(0), tokens(1)
 
 
 def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:

@@ -34,7 +34,7 @@ from .elementwise import (
 )
 from .experts import experts_activation_and_mul, experts_linear, stack_experts
 from .graph import capture, empty, is_capturing
-from .kv_cache import copy_blocks, copy_slots, export_kv, import_kv, new_kv_cache, store_kv
+from .kv_cache import copy_blocks, copy_slots, export_kv, gather_kv, import_kv, new_kv_cache, store_kv
 from .latent import latent_attention, latent_rope_and_store, linear_by_head, pack_by_head, select_keys
 from .lightning import lightning_attention
 from .logits import apply_bitmask, log_softmax, topk

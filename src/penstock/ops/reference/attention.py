@@ -71,6 +71,8 @@ def attention(
         if window:
             first = position // window * window if options.chunked else position - window + 1
             masked |= key_position < first
+        if options.alibi is not None:
+            scores = scores + options.alibi.view(kv_heads, -1, 1, 1) * (key_position - position)
         scores = scores.masked_fill(masked, float("-inf"))
         if sinks is not None:
             sink = sinks.view(kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)

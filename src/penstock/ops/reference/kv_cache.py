@@ -68,6 +68,18 @@ def dequantize(vectors: Tensor) -> Tensor:
     return dequantized
 
 
+def gather_kv(cache: Tensor, block_table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a sequence's first ``length`` tokens, ``[length, kv_heads, head_dim]`` each; float32 if the
+    cache is quantized.
+
+    Args:
+        block_table: ``[blocks]`` int32: the sequence's blocks, a row of ``AttentionMetadata.block_tables``.
+    """
+    blocks = block_table[: -(-length // cache.shape[2])].long()
+    k, v = (cache[part, blocks].flatten(0, 1)[:length] for part in range(2))
+    return (dequantize(k), dequantize(v)) if cache.dtype in CACHE_LIMITS else (k, v)
+
+
 def export_kv(
     cache: Tensor,
     slot_mapping: Tensor,

@@ -217,6 +217,20 @@ MINIMAX_M1 = replace(
 )
 """``<tool_calls>{"name": …, "arguments": {…}}</tool_calls>``, each call on a line: MiniMax-M1."""
 
+MINIMAX_01 = JSONFormat(
+    parsers=("minimax_01",),
+    template_markers=("function_setting=functions",),
+    start_markers=("<function_call>", "```typescript\nfunctions."),
+    name_pattern=re.compile(r"\s*(```typescript\s*)?(functions\.)?(?P<name>[^\s(){}`]+)\(\s*"),
+    names=("```typescript\nfunctions.f(",),
+    end_markers=(")\n```",),
+    marker_tokens=("<function_call>",),
+    call_start=("<function_call>```typescript\nfunctions.", "("),
+    call_end=")\n```",
+    separator="\n",
+)
+"""``<function_call>```typescript functions.name({…})`` in a block of code for each call: MiniMax-01."""
+
 HUNYUAN = replace(
     GRANITE,
     parsers=("hunyuan_a13b", "jamba"),
@@ -399,6 +413,7 @@ FORMATS = (
     NEMOTRON,
     APERTUS,
     MINIMAX_M1,
+    MINIMAX_01,
     HUNYUAN,
     COHERE,
     INTERNLM,

@@ -80,9 +80,9 @@ class HeadRunner:
         return min(index, self.count - 1)
 
     def _layer(self, number: int) -> int:
-        """Index of a head's KV cache: the caches of heads follow those of the model's layers with attention."""
+        """Index of a head's KV cache: the caches of heads follow those of the model's layers."""
         config = self._runner.model.config
-        return sum(map(config.has_attention, range(config.num_layers))) + number
+        return sum(map(config.has_kv, range(config.num_layers))) + number
 
     def _positions(self, rows: np.ndarray, lengths: np.ndarray) -> list[Position]:
         pairs = zip(rows.tolist(), lengths.tolist(), strict=True)

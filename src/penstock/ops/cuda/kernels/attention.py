@@ -228,6 +228,7 @@ def attention(
     partial,
     partial_sums,
     sinks,
+    alibi,
     num_seqs,
     first_row,
     scale,
@@ -260,6 +261,7 @@ def attention(
     Args:
         scale: softmax scale times log2(e); with CAP, the factor of scores before tanh.
         sinks: argument of ``inverse_sum``.
+        alibi: ``AttentionOptions.alibi``.
         partial, partial_sums: accumulators, ``[rows, HEAD_DIM]``, and maxima and sums, ``[rows, 2]``. The first rows
             belong to split sequences, one per split of a token and head; from ``first_row`` on, each program has
             ``ROWS`` rows.
@@ -311,6 +313,7 @@ def attention(
             position = (length - count + token)[:, None]
             query = q + (start + token).to(tl.int64) * q_stride + head * HEAD_DIM
             queries = tl.load(query[:, None] + dims[None], mask=valid[:, None] & (dims < HEAD_DIM)[None], other=0.0)
+            slope = tl.load(alibi + head, mask=valid, other=0.0)[:, None] * LOG2_E if alibi is not None else None
             table = block_tables + sequence.to(tl.int64) * table_stride
             partial_row = (partial_start + token * splits) * (KV_HEADS * GROUP) + head
 
@@ -352,6 +355,8 @@ def attention(
                     scores *= scale
                 if CAP > 0:
                     scores = tanh(scores) * CAP
+                if alibi is not None:
+                    scores += slope * (at[None] - position).to(tl.float32)
                 if (tile < full_start) | (tile >= full_end):
                     visible = at[None] <= position if CAUSAL else at[None] < end_position
                     if WINDOW and not CAUSAL:

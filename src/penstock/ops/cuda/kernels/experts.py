@@ -15,6 +15,7 @@ def _argmax(values, index):
 def route(
     logits,
     bias,
+    factors,
     ids,
     weights,
     experts,
@@ -79,9 +80,12 @@ def route(
         total += value
     if RENORMALIZE:
         values = values / (tl.maximum(total, min_sum) + added_sum)
+    values *= scale
+    if factors is not None:
+        values *= tl.load(factors + expert_ids)
     at = token * TOP_K + slot
     tl.store(ids + at, expert_ids.to(tl.int64), mask=slot < TOP_K)
-    tl.store(weights + at, values * scale, mask=slot < TOP_K)
+    tl.store(weights + at, values, mask=slot < TOP_K)
 
 
 @triton.jit(do_not_specialize=["count"])
