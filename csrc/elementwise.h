@@ -156,16 +156,26 @@ inline void with_activation(Activation activation, Work&& work) {
     case Activation::tanh: return work.template operator()<Activation::tanh>();
     case Activation::relu2: return work.template operator()<Activation::relu2>();
     case Activation::swigluoai: return work.template operator()<Activation::swigluoai>();
+    case Activation::swiglu10: return work.template operator()<Activation::swiglu10>();
   }
 }
 
-// Gated activation: activation(x) * up, or clamped SwiGLU (swigluoai).
+// Clamps a gate to at most `limit`, and the value that it gates to [-limit, limit]. Keeps NaN.
+inline void clamp_gated(f32x16& x, f32x16& up, float limit) {
+  x = select(x > limit, broadcast(limit), x);
+  up = select(up > limit, broadcast(limit), select(up < -limit, broadcast(-limit), up));
+}
+
+// Gated activation: activation(x) * up, or clamped SwiGLU (swigluoai, swiglu10).
 template <Activation activation>
 inline f32x16 gated(f32x16 x, f32x16 up) {
   if constexpr (activation == Activation::swigluoai) {
-    x = select(x > 7.0f, broadcast(7.0f), x);  // keeps NaN
-    up = select(up > 7.0f, broadcast(7.0f), select(up < -7.0f, broadcast(-7.0f), up));
+    clamp_gated(x, up, 7.0f);
     return (up + 1.0f) * x * inverse(exp(x * -1.702f) + 1.0f);
+  }
+  if constexpr (activation == Activation::swiglu10) {
+    clamp_gated(x, up, 10.0f);
+    return activated<Activation::silu>(x) * up;
   }
   return activated<activation>(x) * up;
 }

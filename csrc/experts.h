@@ -8,6 +8,7 @@
 #pragma once
 
 #include "linear.h"
+#include "states.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
@@ -96,16 +97,20 @@ inline void route_token(const Router& a, int64_t token) {
   const int64_t n = a.experts, group_size = n / a.groups;
   const float* logits = a.logits + token * n;
   scores.resize(n), biased.resize(n);
-  const float maximum = a.sigmoid ? 0.0f : logits[index_of_max(logits, n)];
+  const float maximum = a.function == Scores::softmax ? logits[index_of_max(logits, n)] : 0.0f;
   f32x16 totals = {};
   for_each_16(n, [&](int64_t i, auto count) {
     const f32x16 x = get(logits + i, count);
-    const f32x16 e = a.sigmoid ? broadcast(1.0f) / (exp(-x) + 1.0f) : exp(x - maximum);
+    const f32x16 e = a.function == Scores::softmax   ? exp(x - maximum)
+                     : a.function == Scores::sigmoid ? broadcast(1.0f) / (exp(-x) + 1.0f)
+                                                     : softplus(x);
     put(scores.data() + i, e, count);
     totals += load_n(scores.data() + i, count);
   });
-  if (const float total = sum(totals); !a.sigmoid)
+  if (const float total = sum(totals); a.function == Scores::softmax)
     for (float& score : scores) score /= total;
+  if (a.function == Scores::sqrtsoftplus)
+    for (float& score : scores) score = __builtin_sqrtf(score);
   for (int64_t i = 0; i < n; i++) biased[i] = a.bias ? scores[i] + a.bias[i] : scores[i];
   if (a.top_groups < a.groups) {
     thread_local std::vector<float> group_scores;
@@ -122,7 +127,7 @@ inline void route_token(const Router& a, int64_t token) {
   float* weights = a.weights + token * a.top_k;
   float total = 0;
   for (int64_t j = 0; j < a.top_k; j++) {
-    const int64_t id = index_of_max(biased.data(), n);
+    const int64_t id = a.table ? a.table[a.token_ids[token] * a.top_k + j] : index_of_max(biased.data(), n);
     biased[id] = kNegInf;
     a.ids[token * a.top_k + j] = id;
     total += weights[j] = scores[id];

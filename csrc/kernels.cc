@@ -6,6 +6,8 @@
 #include "elementwise.h"
 #include "experts.h"
 #include "argmax.h"
+#include "compress.h"
+#include "hyper.h"
 #include "limits.h"
 #include "lora.h"
 #include "selective_scan.h"
@@ -94,6 +96,11 @@ const Kernels kernels = {
     latent_store,
     index_scores,
     select_keys,
+    by_type<Compress, compress_entry<float>, compress_entry<bf16>>,
+    hyper_weights_row,
+    by_type<CollapseStreams, collapse_row<float>, collapse_row<bf16>>,
+    by_type<MixStreams, mix_row<float>, mix_row<bf16>>,
+    by_type<RotateTail, rotate_tail_token<float>, rotate_tail_token<bf16>>,
     product<LinearByHead, linear_by_head_block<float>, linear_by_head_block<bf16>>,
     by_type<Convolution, convolution_task<float>, convolution_task<bf16>>,
     kConvolutionTask,

@@ -21,8 +21,11 @@ enum class Type : int32_t { float32, bfloat16 };
 enum class Format : int32_t { unquantized, w8a8, w4a8, wint8, wint4, wfloat4 };
 
 // Activation functions, in the order of `ACTIVATIONS` and `GATES` in ops/activations.py: gelu is exact, gelu_tanh its tanh
-// approximation. swigluoai is a function of both a gate and the value that it gates.
-enum class Activation : int32_t { silu, gelu, gelu_tanh, relu, tanh, relu2, swigluoai };
+// approximation. swigluoai and swiglu10 are functions of both a gate and the value that it gates.
+enum class Activation : int32_t { silu, gelu, gelu_tanh, relu, tanh, relu2, swigluoai, swiglu10 };
+
+// Function from a router's logits to scores.
+enum class Scores : int32_t { softmax, sigmoid, sqrtsoftplus };
 
 // Number of outputs of a panel. A packed [out, in] matrix consists of panels of 64 outputs. A panel stores the weights of
 // one input after another, so that a vector holds one input (or a few, depending on the format: formats.h) of 16 outputs.
@@ -103,7 +106,10 @@ struct Router {
   float* weights;  // [tokens, top_k]
   int64_t experts, top_k, groups, top_groups;
   float scale, min_sum, added_sum;
-  bool sigmoid, sum_top2, renormalize;  // `sum_top2`: a group's score is the sum of its two best scores, else its best score
+  Scores function;
+  bool sum_top2, renormalize;  // `sum_top2`: a group's score is the sum of its two best scores, else its best score
+  const int64_t* token_ids;  // [tokens], with `table`
+  const int64_t* table;  // [vocabulary, top_k]: experts of each token id (hash routing); null: chosen by score
 };
 
 // Weighted sum of the outputs of a token's experts, in the order of x, plus the output of the shared experts.
@@ -309,6 +315,7 @@ struct Attention {
   // Sparse attention over a latent cache: elements between the cache's vectors. Each query is a sequence, and
   // `block_tables` has the slots of the positions to which it attends (SelectKeys). 0: dense attention.
   int64_t row;
+  int64_t parts;  // vectors of a slot, with `row` (SelectKeys)
 };
 
 // Rotary embedding of the rotary parts of queries and keys, and storage of latent vectors. A panel of a latent cache holds
@@ -347,6 +354,80 @@ struct SelectKeys {
   int64_t heads, dim, row, block_size, table_width, top_k;
   float scale;  // factor of the weights
   Type type;
+  // Compressed attention: the query attends to its last `window` positions, then to selected entries. Entry i is that of
+  // the `rate` positions up to (i + 1) * rate - 1, in whose slot it is stored. Then `ends` counts entries, `lasts` [tokens]
+  // positions, and `slots` are [tokens, window + top_k]. A slot has `parts` vectors, the last of which is an entry:
+  // vector v of slot s is numbered s * parts + v. `rate` 0: positions are selected.
+  int64_t rate, window, parts;
+  const int32_t* lasts;
+};
+
+// Sequences of a step, and what happens to their recurrent states (StateBatch in ops/batch.py).
+struct StateRows {
+  const int32_t *starts, *slots, *accepted, *drafts, *save_starts, *save_after, *save_slots;
+};
+
+// Compressed entries of a KV cache (compressed attention; DeepSeek-V4): each is a sum of the values of `rate` consecutive
+// tokens, or with `overlap` 2 * `rate`, by the softmax of their gates per channel; normalized; with its last `rope` elements
+// rotated. It is stored at `offset` in the vector of the last token.
+struct Compress {
+  StateRows rows;
+  const void* x;  // [tokens, 2 * channels], values then gates; with `overlap`, those for the next entry precede their own
+  void* state;  // [slots, span, 2 * channels]: token at each position modulo the span
+  const void* kept;  // [slots, max_drafts, 2 * channels]
+  const float* bias;  // [rate, channels], added to the gates
+  const float* norm;  // [dim]
+  const int64_t* positions;
+  const float* table;  // rotary table, [max positions, rope]
+  void* cache;
+  const int64_t* slots;  // [tokens], of the cache
+  const int32_t* tasks;  // [tasks, 2]: sequence, and last token of an entry
+  int64_t x_stride, dim, rate, max_drafts, rope, row, offset;  // `x_stride`: elements between tokens
+  float eps;
+  bool overlap;
+  Type type;
+
+  int64_t channels() const { return overlap ? 2 * dim : dim; }
+  int64_t span() const { return overlap ? 2 * rate : rate; }
+};
+
+// Weights of hyper-connections (DeepSeek-V4) from their logits: `streams` weights to collapse the streams, and, unless there
+// are only these, as many to expand an output, and a matrix that mixes the streams, [in, out], doubly stochastic by
+// Sinkhorn's algorithm.
+struct HyperWeights {
+  const float* logits;  // [rows, width]: `streams`, or (2 + streams) * streams
+  const float *base, *scale;  // [width], and [1] or [3]: one for each kind of weight
+  float* out;  // [rows, width]
+  int64_t width, streams, iterations;
+  float eps;
+};
+
+// Weighted sum of the streams of each row.
+struct CollapseStreams {
+  const void* x;  // [rows, streams * size]
+  const float* weights;  // HyperWeights::out, [rows, width]
+  void* out;  // [rows, size]
+  int64_t width, streams, size;
+  Type type;
+};
+
+// Mixes the streams of each row in place, and adds the weighted output of a layer to each.
+struct MixStreams {
+  const void* x;  // [rows, size]
+  void* residual;  // [rows, streams * size]
+  const float* weights;  // HyperWeights::out, [rows, width]
+  int64_t width, streams, size;
+  Type type;
+};
+
+// Rotation of the last `rotary` elements of each head of x in place, adjacent elements against each other.
+struct RotateTail {
+  void* x;  // [tokens, heads, dim]
+  const int64_t* positions;
+  const float* table;  // [max positions, rotary], cosines then sines
+  int64_t heads, dim, rotary;
+  bool inverse;  // rotate by the negative angle
+  Type type;
 };
 
 // Product of each head of a row and the head's matrix. The matrices are stacked, each padded from `outputs` to `padded`
@@ -357,11 +438,6 @@ struct LinearByHead {
   void* out;
   int64_t x_stride, x_head, out_stride, out_head;  // elements between rows; `_head`: heads
   int64_t rows, heads, outputs, padded;
-};
-
-// Sequences of a step, and what happens to their recurrent states (StateBatch in ops/batch.py).
-struct StateRows {
-  const int32_t *starts, *slots, *accepted, *drafts, *save_starts, *save_after, *save_slots;
 };
 
 // Causal convolution of each channel.
@@ -475,6 +551,8 @@ constexpr int64_t kMaxLatent = 512;  // largest value size of a latent cache
 constexpr int64_t kMaxLatentKey = 640;  // largest key size of a latent cache
 constexpr int64_t kMaxLatentGroups = 6;  // maximum rows of a task over a latent cache, in units of Kernels::attention_rows
 constexpr int64_t kMaxBlock = 256;  // largest block size
+constexpr int64_t kMaxIndexDim = 256;  // largest index key
+constexpr int64_t kMaxStreams = 8;  // largest number of residual streams
 
 struct Kernels {
   const char* name;
@@ -511,6 +589,11 @@ struct Kernels {
   void (*latent_store)(const LatentStore&, int64_t task);
   void (*index_scores)(const SelectKeys&, int64_t task);
   void (*select_keys)(const SelectKeys&, int64_t token);
+  void (*compress)(const Compress&, int64_t task);
+  void (*hyper_weights)(const HyperWeights&, int64_t row);
+  void (*collapse_streams)(const CollapseStreams&, int64_t row);
+  void (*mix_streams)(const MixStreams&, int64_t row);
+  void (*rotate_tail)(const RotateTail&, int64_t token);
   void (*linear_by_head)(const LinearByHead&, int64_t task);  // a task is one head and linear_rows rows
   void (*convolution)(const Convolution&, int64_t task);
   int64_t convolution_channels;  // of a task

@@ -158,13 +158,20 @@ PENSTOCK_NOINLINE void merge_results(const PartialResult& result, const PartialR
   *result.max_score = max_score;
 }
 
+inline float log2_scale(const Attention& a) { return a.scale * kLog2E; }
+
+// `row`: number of the row in its sequence.
 template <class T>
-inline void write_row(const PartialResult& result, T* out, int64_t latent) {
-  const f32x16 share = broadcast(1.0f / sum(*result.weight_sum));
+inline void write_row(const Attention& a, const PartialResult& result, T* out, int64_t row) {
+  float weight_sum = sum(*result.weight_sum);
+  if (a.sinks) {  // weight of the sink relative to the row's maximum
+    const float sink = a.sinks[row % a.heads] * kLog2E - *result.max_score * log2_scale(a);
+    weight_sum += exp2<false>(broadcast(sink < 100.0f ? sink : 100.0f))[0];
+  }
+  const f32x16 share = broadcast(1.0f / weight_sum);
+  const int64_t latent = a.latent;
   for (int64_t d = 0; d < latent; d += 16) store(out + d, load(result.out + d) * share);
 }
-
-inline float log2_scale(const Attention& a) { return a.scale * kLog2E; }
 
 // Partial result of a row in a task's split.
 inline PartialResult partial_result(const Attention& a, int64_t task, int64_t row) {
@@ -188,7 +195,7 @@ void merge_splits(const Attention& a, int64_t task) {
     const PartialResult result = partial_result(a, task, row);
     for (int64_t split = 1; split < tile[3]; split++)
       merge_results(result, partial_result(a, task + split, row), a.latent, log2_scale(a));
-    write_row(result, out + row * a.latent, a.latent);
+    write_row(a, result, out + row * a.latent, tile[1] + row);
   }
 }
 
@@ -234,8 +241,9 @@ void gather_span(const Attention& a, LatentScratch<K>& memory, const KVPanel<K>&
   const int64_t dim = a.dim, size = panel_positions(a.block_size), vector = dim * sizeof(typename K::Element);
   memory.gathered.resize(ceil_div(kMaxLatentKey * kSpan * sizeof(typename K::Element), sizeof(CacheLine)));
   const LatentPanel<K> gathered(memory.gathered.data(), 0, dim, kSpan);
-  auto cached = [&](int64_t slot) {
-    return LatentPanel<K>(a.cache, slot / size, a.row, size).vectors + slot % size * a.row;
+  auto cached = [&](int64_t number) {
+    const int64_t slot = number / a.parts;
+    return LatentPanel<K>(a.cache, slot / size, a.row, size).vectors + slot % size * a.row + number % a.parts * dim;
   };
   for (int64_t p = 0; p < count; p++) memcpy(gathered.vectors + p * dim, cached(slots[p]), vector);
   const int64_t whole = ceil_div(count, 4) * 4;
@@ -308,7 +316,7 @@ void latent_task(const Attention& a, int64_t task) {
         merge_results(result, current, latent, log2_scale(a));
       else if (!is_last)
         copy_result(result, current, latent);
-      if (is_last) write_row(number ? result : current, out + row * latent, latent);
+      if (is_last) write_row(a, number ? result : current, out + row * latent, first_row + row);
     }
   }
 }

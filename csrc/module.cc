@@ -300,11 +300,12 @@ void experts_linear(Address x, Address x_scales, Address x_sums, const Experts& 
 }
 
 void route(Address logits, Address bias, Address factors, Address ids, Address weights, int64_t tokens, int64_t experts,
-           int64_t top_k, int64_t groups, int64_t top_groups, float scale, float min_sum, float added_sum, bool sigmoid,
-           bool sum_top2, bool renormalize) {
+           int64_t top_k, int64_t groups, int64_t top_groups, float scale, float min_sum, float added_sum, int function,
+           bool sum_top2, bool renormalize, Address token_ids, Address table) {
   submit_rows(tokens, &Kernels::router,
               Router{ptr<float>(logits), ptr<float>(bias), ptr<float>(factors), ptr<int64_t>(ids), ptr<float>(weights),
-                     experts, top_k, groups, top_groups, scale, min_sum, added_sum, sigmoid, sum_top2, renormalize});
+                     experts, top_k, groups, top_groups, scale, min_sum, added_sum, Scores(function), sum_top2, renormalize,
+                     ptr<int64_t>(token_ids), ptr<int64_t>(table)});
 }
 
 void count_experts(Address ids, Address counts, int64_t tokens, int64_t top_k) {
@@ -580,14 +581,14 @@ LatentTasks latent_tasks(const int32_t* starts, const int32_t* lengths, int64_t 
 void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,
                int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t table_width,
                int64_t window, int64_t out_stride, float scale, int type, bool quantized, float cap, Address sinks,
-               int64_t latent, bool causal, Address key_ends, bool chunked, Address alibi, int64_t row) {
+               int64_t latent, bool causal, Address key_ends, bool chunked, Address alibi, int64_t row, int64_t parts) {
   submit({sequences, sequences}, [=](Size size) {
     const int32_t* starts = ptr<int32_t>(query_starts);
     auto args =
         make<Attention>(ptr<void>(q), ptr<void>(out), ptr<void>(cache), ptr<int32_t>(block_tables), starts,
                         ptr<int32_t>(lengths), nullptr, 0, heads, kv_heads, dim, block_size, table_width, window, out_stride,
                         scale, Type(type), quantized, cap, ptr<float>(sinks), latent, kernels->attention_rows, nullptr,
-                        causal, ptr<int32_t>(key_ends), chunked, ptr<float>(alibi), row);
+                        causal, ptr<int32_t>(key_ends), chunked, ptr<float>(alibi), row, parts);
     if (latent) {
       const LatentTasks tasks = latent_tasks(starts, args.lengths, row ? size.tokens : size.sequences, heads, latent);
       args.tiles = tasks.tiles.data(), args.tasks = int64_t(tasks.tiles.size()) / 4;
@@ -621,28 +622,32 @@ void latent_store(Address q, Address k, Address latent, Address out, Address pos
 
 // Selects positions for sparse attention, and writes the slots and their numbers as a batch of one sequence per token:
 // `starts` [tokens + 1], `counts` [tokens], `slots` [tokens, top_k]. Tokens are processed in groups, whose scores use limited
-// memory.
+// memory. With `rate` or `window`, selects for compressed attention (SelectKeys).
 void select_keys(Address q, Address weights, Address cache, Address block_tables, Address query_starts, Address lengths,
                  Address starts, Address counts, Address slots, int64_t sequences, int64_t heads, int64_t dim, int64_t row,
-                 int64_t block_size, int64_t table_width, int64_t top_k, float scale, int type) {
+                 int64_t block_size, int64_t table_width, int64_t top_k, float scale, int type, int64_t rate, int64_t window,
+                 int64_t parts) {
   constexpr int64_t kGroupScores = 1 << 22;
   submit({0, sequences}, [=](Size size) {
     static thread_local std::vector<CacheLine> memory;
     const int32_t* first = ptr<int32_t>(query_starts);
     const int64_t tokens = first[size.sequences];
-    std::vector<int32_t> sequence_of(tokens), ends(tokens), tiles;
+    std::vector<int32_t> sequence_of(tokens), lasts(tokens), ends(tokens), tiles;
     std::vector<int64_t> offsets(tokens, -1);
     for (int64_t sequence = 0; sequence < size.sequences; sequence++)
       for (int32_t token = first[sequence]; token < first[sequence + 1]; token++) {
         sequence_of[token] = int32_t(sequence);
-        ends[token] = ptr<int32_t>(lengths)[sequence] - (first[sequence + 1] - token) + 1;
+        lasts[token] = ptr<int32_t>(lengths)[sequence] - (first[sequence + 1] - token) + 1;
+        ends[token] = rate ? int32_t(lasts[token] / rate) : window ? 0 : lasts[token];
         ptr<int32_t>(starts)[token] = token;
-        ptr<int32_t>(counts)[token] = int32_t(std::min<int64_t>(ends[token], top_k));
+        ptr<int32_t>(counts)[token] =
+            int32_t(std::min<int64_t>(lasts[token], window) + std::min<int64_t>(ends[token], top_k));
       }
     ptr<int32_t>(starts)[tokens] = int32_t(tokens);
-    auto args = make<SelectKeys>(ptr<void>(q), ptr<float>(weights), ptr<void>(cache), ptr<int32_t>(block_tables),
-                                 sequence_of.data(), ends.data(), nullptr, offsets.data(), nullptr, ptr<int32_t>(slots),
-                                 heads, dim, row, block_size, table_width, top_k, scale, Type(type));
+    auto args =
+        make<SelectKeys>(ptr<void>(q), ptr<float>(weights), ptr<void>(cache), ptr<int32_t>(block_tables), sequence_of.data(),
+                         ends.data(), nullptr, offsets.data(), nullptr, ptr<int32_t>(slots), heads, dim, row, block_size,
+                         table_width, top_k, scale, Type(type), rate, window, parts, lasts.data());
     for (int64_t begin = 0, end; begin < tokens; begin = end) {
       int64_t scores = 0;
       tiles.clear();
@@ -680,6 +685,69 @@ void keep_inputs(const StateRows& rows, Address x, Address kept, int64_t row_byt
                row_bytes);
     }
   });
+}
+
+// Computes the compressed entries that end with tokens of this step, then applies the tokens to the states (Compress).
+void compress(const StateRows& rows, Address x, Address state, Address kept, Address bias, Address norm, Address positions,
+              Address table, Address cache, Address slots, int64_t sequences, int64_t x_stride, int64_t dim, int64_t rate,
+              int64_t max_drafts, int64_t rope, int64_t row, int64_t offset, float eps, bool overlap, int type) {
+  submit({0, sequences}, [=](Size size) {
+    auto a = make<Compress>(rows, ptr<void>(x), ptr<void>(state), ptr<void>(kept), ptr<float>(bias), ptr<float>(norm),
+                            ptr<int64_t>(positions), ptr<float>(table), ptr<void>(cache), ptr<int64_t>(slots), nullptr,
+                            x_stride, dim, rate, max_drafts, rope, row, offset, eps, overlap, Type(type));
+    const int64_t span = a.span(), item = Type(type) == Type::float32 ? 4 : 2, bytes = 2 * a.channels() * item;
+    auto cell = [&](int64_t slot, int64_t position) { return ptr<char>(state) + (slot * span + position % span) * bytes; };
+    std::vector<int32_t> tasks;
+    for (int64_t sequence = 0; sequence < size.sequences; sequence++) {
+      const int64_t start = rows.starts[sequence], slot = rows.slots[sequence], accepted = rows.accepted[sequence];
+      for (int64_t i = 0; i < accepted; i++)
+        memcpy(cell(slot, a.positions[start] - accepted + i), ptr<char>(kept) + (slot * max_drafts + i) * bytes, bytes);
+      for (int64_t token = start; token < rows.starts[sequence + 1]; token++)
+        if ((a.positions[token] + 1) % rate == 0)
+          for (int64_t number : {sequence, token}) tasks.push_back(int32_t(number));
+    }
+    a.tasks = tasks.data();
+    pool()->run(tasks.size() / 2, [&](int64_t task) { kernels->compress(a, task); });
+    for (int64_t sequence = 0; sequence < size.sequences; sequence++) {
+      const int64_t start = rows.starts[sequence], slot = rows.slots[sequence], first = a.positions[start];
+      // Writes the state after `count` tokens of this step to a slot.
+      auto write = [&](int64_t to, int64_t count) {
+        for (int64_t position = std::max<int64_t>(first + count - span, 0); position < first + count; position++) {
+          const char* from = cell(slot, position);
+          if (position >= first) from = ptr<char>(x) + (start + position - first) * x_stride * item;
+          if (char* target = cell(to, position); target != from) memcpy(target, from, bytes);
+        }
+      };
+      for (int64_t i = rows.save_starts[sequence]; i < rows.save_starts[sequence + 1]; i++)
+        write(rows.save_slots[i], rows.save_after[i]);
+      write(slot, rows.starts[sequence + 1] - rows.drafts[sequence] - start);
+    }
+  });
+}
+
+void hyper_weights(Address logits, Address base, Address scale, Address out, int64_t rows, int64_t width, int64_t streams,
+                   int64_t iterations, float eps) {
+  submit_rows(rows, &Kernels::hyper_weights,
+              HyperWeights{ptr<float>(logits), ptr<float>(base), ptr<float>(scale), ptr<float>(out), width, streams,
+                           iterations, eps});
+}
+
+void collapse_streams(Address x, Address weights, Address out, int64_t rows, int64_t width, int64_t streams, int64_t size,
+                      int type) {
+  submit_rows(rows, &Kernels::collapse_streams,
+              CollapseStreams{ptr<void>(x), ptr<float>(weights), ptr<void>(out), width, streams, size, Type(type)});
+}
+
+void mix_streams(Address x, Address residual, Address weights, int64_t rows, int64_t width, int64_t streams, int64_t size,
+                 int type) {
+  submit_rows(rows, &Kernels::mix_streams,
+              MixStreams{ptr<void>(x), ptr<void>(residual), ptr<float>(weights), width, streams, size, Type(type)});
+}
+
+void rotate_tail(Address x, Address positions, Address table, int64_t tokens, int64_t heads, int64_t dim, int64_t rotary,
+                 bool inverse, int type) {
+  submit_rows(tokens, &Kernels::rotate_tail,
+              RotateTail{ptr<void>(x), ptr<int64_t>(positions), ptr<float>(table), heads, dim, rotary, inverse, Type(type)});
 }
 
 void convolution(const StateRows& rows, Address x, Address out, Address state, Address kept, Address weight, Address bias,
@@ -822,6 +890,7 @@ NB_MODULE(_kernels, m) {
   m.attr("MAX_LATENT") = kMaxLatent;
   m.attr("MAX_LATENT_KEY") = kMaxLatentKey;
   m.attr("MAX_BLOCK") = kMaxBlock;
+  m.attr("MAX_STREAMS") = kMaxStreams;
   m.attr("MAX_KERNEL") = 8;
   nb::set_leak_warnings(false);  // objects that live until the process ends are not leaks
   m.attr("BUILT") = names_of(built);
@@ -930,6 +999,11 @@ NB_MODULE(_kernels, m) {
   m.def("attention", &attention, free);
   m.def("latent_store", &latent_store, free);
   m.def("select_keys", &select_keys, free);
+  m.def("compress", &compress, free);
+  m.def("hyper_weights", &hyper_weights, free);
+  m.def("collapse_streams", &collapse_streams, free);
+  m.def("mix_streams", &mix_streams, free);
+  m.def("rotate_tail", &rotate_tail, free);
   m.def("linear_by_head", &linear_by_head, free);
   m.def("export_kv", &transfer_kv<&Kernels::export_kv>, free);
   m.def("import_kv", &transfer_kv<&Kernels::import_kv>, free);

@@ -7,6 +7,15 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
+inline int64_t slot_of_position(const SelectKeys& a, const int32_t* table, int64_t position) {
+  return table[position / a.block_size] * a.block_size + position % a.block_size;
+}
+
+// Slot of the last position of an entry.
+inline int64_t entry_slot(const SelectKeys& a, const int32_t* table, int64_t entry) {
+  return slot_of_position(a, table, (entry + 1) * a.rate - 1);
+}
+
 // Computes the scores of one query and at most kSplitPositions positions. A score is summed over the heads in order.
 template <class T>
 void score_positions(const SelectKeys& a, int64_t task) {
@@ -29,7 +38,17 @@ void score_positions(const SelectKeys& a, int64_t task) {
   alignas(64) float products[kTileRows * kSpan], sums[kSpan];
   for (int64_t at = begin; at < end; at += kSpan) {
     const int64_t filled = std::min(kSpan, end - at), columns = ceil_div(filled, 16) * 16;
-    for (int64_t position = at; position < at + filled; position += size) {
+    if (a.rate) {
+      T entries[4 * kMaxIndexDim];
+      for (int64_t i = 0; i < filled; i += 4) {
+        memset(entries, 0, 4 * dim * sizeof(T));
+        for (int64_t j = 0; j < std::min<int64_t>(4, filled - i); j++)
+          memcpy(entries + j * dim, (const T*)a.cache + (entry_slot(a, table, at + i + j) + 1) * a.row - dim,
+                 dim * sizeof(T));
+        transpose_keys<K>(entries, dim, dim, (uint32_t*)keys + i);
+      }
+    }
+    for (int64_t position = at; !a.rate && position < at + filled; position += size) {
       const int64_t panel = position / size, block = table[panel / block_panels];
       const T* vectors = LatentPanel<K>(a.cache, block * block_panels + panel % block_panels, a.row, size).vectors;
       for (int64_t p = 0; p < size; p += 4)
@@ -65,9 +84,11 @@ inline uint32_t order_of(float score) {
 inline void select_positions(const SelectKeys& a, int64_t token) {
   const int64_t end = a.ends[token], offset = a.offsets[token];
   const int32_t* table = a.block_tables + a.sequences[token] * a.table_width;
-  int32_t* slots = a.slots + token * a.top_k;
-  auto slot_of = [&](int64_t position) {
-    return int32_t(table[position / a.block_size] * a.block_size + position % a.block_size);
+  int32_t* slots = a.slots + token * (a.window + a.top_k);
+  for (int64_t i = std::max<int64_t>(a.window ? a.lasts[token] - a.window : 0, 0); a.window && i < a.lasts[token]; i++)
+    *slots++ = int32_t(slot_of_position(a, table, i) * a.parts);
+  auto slot_of = [&](int64_t i) {
+    return int32_t(a.rate ? (entry_slot(a, table, i) + 1) * a.parts - 1 : slot_of_position(a, table, i));
   };
   if (offset < 0) {
     for (int64_t position = 0; position < end; position++) slots[position] = slot_of(position);

@@ -18,7 +18,17 @@ SOURCES = Path(penstock.__file__).parent
 TABLE = SOURCES / "checkpoint" / "config_defaults.json"
 TEXT = (
     *("bert", "roberta", "xlm-roberta", "modernbert", "gte"),
-    *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "dots1", "ernie4_5"),
+    *(
+        "cohere",
+        "cohere2",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "deepseek_v4",
+        "glm_moe_dsa",
+        "dots1",
+        "ernie4_5",
+    ),
     *("ernie4_5_moe", "exaone4", "gemma"),
     *("gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite"),
     *("granitemoe", "hunyuan_v1_dense"),
@@ -145,6 +155,8 @@ def _rope(found: Any) -> dict[str, Any]:
     rope = found().rope_parameters
     if "full_attention" in rope:
         return {"rope_theta": {kind: rope[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")}}
+    if "main" in rope:  # DeepSeek-V4: layers without and with compressed entries
+        return {"rope_theta": rope["main"]["rope_theta"]}
     result = {"rope_theta": rope["rope_theta"]}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         result["partial_rotary_factor"] = rope["partial_rotary_factor"]

@@ -17,6 +17,8 @@ class NormOptions:
     """Multiply by 1 + weight of the RMS norm, in float32 (Gemma)."""
     bias: bool = False
     """Layer norms have a bias."""
+    as_stored: bool = False
+    """Do not round the RMS norm's weight to the model's dtype; requires ``float32``."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ class Routing:
 
     top_k: int
     """Number of experts per token."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     """Function from logits to scores."""
     renormalize: bool = False
     """Divide the scores of the chosen experts by their sum."""
@@ -58,6 +58,8 @@ class ExpertsConfig:
     """Intermediate size of the shared experts together; 0: no shared expert."""
     shared_name: str = "shared_experts"
     shared_bias: bool = False
+    shared_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Gate, up and down projection of the shared expert, if experts have gates."""
     shared_gate: str = ""
     """Name of the matrix of the shared expert's gate; "": no gate."""
     router_bias: str = ""
@@ -87,6 +89,8 @@ class ExpertsConfig:
     """Intermediate size of the separate experts for image tokens (ERNIE 4.5 VL); 0: no separate experts."""
     fused: FusedLayout = field(default_factory=FusedLayout)
     """Layout of fused experts; ignored for checkpoints with a tensor per expert."""
+    hash_layers: frozenset[int] = frozenset()
+    """Layers that choose experts by token id (DeepSeek-V4): tensor ``gate.tid2eid`` of the module."""
 
     @property
     def by_modality(self) -> bool:

@@ -23,8 +23,8 @@ class KVSpec:
 
     A block holds ``block_size`` tokens. Each token has a key and a value vector per head, or, with ``latent``, one
     vector for all heads: it is the key, and its first ``latent`` elements are the value (multi-head latent attention;
-    DeepSeek-AI, 2024). With sparse attention, the last ``index_dim`` elements of the vector are the token's index key,
-    and not part of the key.
+    DeepSeek-AI, 2024). The last ``index_dim`` elements of the vector are not part of the key: with sparse attention,
+    the token's index key; with compressed attention, the entry that ends with the token, and the entry's index key.
     """
 
     kv_heads: int
@@ -42,7 +42,7 @@ class KVSpec:
     latent: int = 0
     """Number of leading elements of a token's vector that are its value; 0: separate keys and values."""
     index_dim: int = 0
-    """Elements of the index key of sparse attention, only with ``latent``; 0: dense attention."""
+    """Elements that follow the key (sparse and compressed attention), only with ``latent``."""
 
     def without_index_keys(self) -> KVSpec:
         """The KV cache of a layer that attends to the keys selected by another layer."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from penstock.core import Code, PenstockError
 
+from .compressed_config import CompressedConfig
 from .config_defaults import CLASSIFIER
 from .decoder_options import DecoderOptions
 from .encoders import EncoderConfig, architecture_name, encoder_prefix, is_classifier, num_labels
@@ -87,6 +88,8 @@ class ModelConfig:
     """Mixture of experts; None for dense models."""
     latent: LatentConfig | None = None
     """Multi-head latent attention; None: grouped-query attention."""
+    compressed: CompressedConfig | None = None
+    """Compressed attention and hyper-connections (DeepSeek-V4); None: not used."""
     layer_kinds: tuple[LayerKind, ...] = ()
     """Kind of each layer; empty: attention in all layers."""
     layer_heads: tuple[tuple[int, int], ...] = ()
@@ -123,6 +126,16 @@ class ModelConfig:
     def shared_layers(self) -> frozenset[int]:
         """Layers that attend to the keys selected by the layer before them (sparse attention)."""
         return self.latent.indexer.shared_layers if self.latent and self.latent.indexer else frozenset()
+
+    @property
+    def stream_size(self) -> int:
+        """Elements of a token's residual stream, or of all its residual streams."""
+        return self.hidden_size * (self.compressed.hyper.streams if self.compressed else 1)
+
+    @property
+    def entry_dims(self) -> tuple[int, ...]:
+        """Elements of a token's compressed entry and its index key in each layer (DeepSeek-V4); (): none."""
+        return tuple(map(self.compressed.entry_dim, range(self.num_layers))) if self.compressed else ()
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer, or MTP layer, has attention."""
@@ -168,6 +181,8 @@ class ModelConfig:
         """Number of rotated elements per head."""
         if self.latent:
             return self.latent.qk_rope_head_dim
+        if self.compressed:
+            return self.compressed.rope_dim
         if self.rope_parameters["rope_type"] == "proportional":  # this type has frequencies for the whole head
             return self.checkpoint_head_dim
         return int(self.checkpoint_head_dim * self.options.partial_rotary_factor)

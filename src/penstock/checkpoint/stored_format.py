@@ -40,6 +40,8 @@ def _format(config: Mapping[str, Any]) -> Format:
             groups = config["config_groups"].values()
             return _scheme(next(group["weights"] for group in groups if group.get("weights")))
         case "fp8" | "fbgemm_fp8":
+            if config.get("expert_dtype") == "fp4":
+                return Format(4, MX_BLOCK, floating=True)
             rows, columns = config.get("weight_block_size") or (1, 0)
             return Format(8, columns, 8, floating=True, rows_per_scale=rows)
         case "bitsandbytes":
@@ -80,4 +82,6 @@ def quantization_config_of(config: Mapping[str, Any]) -> Any:
     found = config.get("quantization_config") or config.get("compression_config")
     if isinstance(found, Mapping) and isinstance(inner := found.get("quantization_config"), Mapping):
         return {**inner, "sparsity_config": found.get("sparsity_config")}
+    if isinstance(found, Mapping) and config.get("expert_dtype"):  # DeepSeek-V4
+        return {"expert_dtype": config["expert_dtype"], **found}
     return found

@@ -24,10 +24,11 @@ class GatedMLP:
     """Gated MLP, ``down(activation(gate(x)) * up(x))``: SwiGLU, GEGLU (Shazeer, 2020) etc.
 
     Args:
-        name: module in the checkpoint with ``gate_proj``, ``up_proj`` and ``down_proj``.
+        name: module in the checkpoint with ``projections``.
         bias: ``gate_proj`` and ``up_proj`` have a bias.
         down_bias: ``down_proj`` has a bias; None: same as ``bias``.
-        activation: a key of ``ops.activations.ACTIVATIONS``.
+        activation: a key of ``ops.activations.ACTIVATIONS`` or ``GATES``.
+        projections: names of gate, up and down projection.
     """
 
     def __init__(
@@ -39,17 +40,18 @@ class GatedMLP:
         bias: bool = False,
         activation: str = "silu",
         down_bias: bool | None = None,
+        projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         self._group = context.group
         self._dtype = context.dtype
         self._shard = shard_outputs(context.group, intermediate_size)
-        gate_up = [f"{name}.gate_proj", f"{name}.up_proj"]
+        *gate_up, down = (f"{name}.{each}" for each in projections)
         self._gate_up = ColumnParallelLinear(context, gate_up, hidden_size, [self._shard] * 2, bias)
         self._activation = activation
         shards = [shard_outputs(context.group, hidden_size)]
         self._down = ColumnParallelLinear(
             context,
-            [f"{name}.down_proj"],
+            [down],
             intermediate_size,
             shards,
             bias if down_bias is None else down_bias,

@@ -53,6 +53,7 @@ class MixtureOfExperts:
         router_matrix_bias: the router's matrix has a bias.
         router_bias: ``[experts]`` float32, added to the scores to choose experts, but not to their weights.
         expert_factors: ``[experts]`` float32, factors of the experts' outputs; None: not scaled.
+        table: experts of each token id, ``[vocabulary, top_k]`` int64; None: chosen by score.
         router_float32: compute the router's logits in float32, whatever the dtype of the model.
         projections: names of an expert's gate, up and down projections; without a gate, the first is "".
         layer: index of the layer in ``context.expert_load``.
@@ -78,6 +79,7 @@ class MixtureOfExperts:
         router_matrix_bias: bool = False,
         router_bias: Tensor | None = None,
         expert_factors: Tensor | None = None,
+        table: Tensor | None = None,
         router_float32: bool = False,
         projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
         layer: int = 0,
@@ -97,7 +99,7 @@ class MixtureOfExperts:
         matrix = f"{name}.{router}"
         matrix_bias = router_context.read_weight(f"{matrix}.bias", num_experts) if router_matrix_bias else None
         self._router = router_context.unquantized_matrix(matrix, hidden_size, all_experts, matrix_bias)
-        self._bias, self._factors = router_bias, expert_factors
+        self._bias, self._factors, self._table = router_bias, expert_factors, table
         self._load = context.expert_load
         self._counts = self._load.of_layer(layer, num_experts, context.device) if self._load else None
         self._shared = shared
@@ -131,15 +133,24 @@ class MixtureOfExperts:
         self._gate_up, self._gate_up_lora = matrices(gate_up, size, self._shard)
         self._down, self._down_lora = matrices([down], intermediate_size, self._out_shard)
 
-    def __call__(self, x: Tensor, lora_slots: Tensor | None, router_input: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        lora_slots: Tensor | None,
+        router_input: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> Tensor:
         """See ``MLPLayer``.
 
         Args:
             router_input: input of the router, ``[tokens, hidden]``; None: ``x``.
+            token_ids: ``[tokens]`` int64, with ``table``.
         """
         router_input = x if router_input is None else router_input
         logits = self._router.linear(self._ops.to_float32(router_input) if self._to_float32 else router_input, True)
-        ids, weights = self._ops.select_experts(logits, self._routing, self._bias, self._factors)
+        ids, weights = self._ops.select_experts(
+            logits, self._routing, self._bias, self._factors, token_ids, self._table
+        )
         if self._load and self._counts is not None:
             self._ops.count_experts(ids, self._counts, self._load.num_tokens)
         shared = None if self._shared is None else self._shared(x, lora_slots)

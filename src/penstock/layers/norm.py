@@ -28,6 +28,7 @@ class RMSNorm:
     Args:
         float32: multiply by the weight in float32, and round the product.
         unit_offset: multiply by 1 + weight, in float32.
+        as_stored: do not round the weight to the model's dtype; requires ``float32``.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class RMSNorm:
         eps: float,
         float32: bool = False,
         unit_offset: bool = False,
+        as_stored: bool = False,
     ) -> None:
         self._ops = context.ops
-        weight = context.read_weight(f"{name}.weight", size)
+        weight = context.read_weight(f"{name}.weight", size, as_stored=as_stored)
         self.weight = 1 + weight.float() if unit_offset else weight.float() if float32 else weight
         """Argument ``weight`` of ``Ops.rms_norm``, ``[size]``."""
         self._eps = eps

@@ -12,7 +12,7 @@ from penstock.checkpoint.state_spec import StateSpec
 from penstock.ops import Batch
 
 
-class StateLayer(Protocol):
+class HasState(Protocol):
     """A layer that keeps a state of fixed size per sequence, in place of keys and values or beside them."""
 
     state_index: int
@@ -21,6 +21,10 @@ class StateLayer(Protocol):
     def state_spec(self) -> StateSpec:
         """Shape of this rank's state."""
         ...
+
+
+class StateLayer(HasState, Protocol):
+    """A layer with a state that is separate from attention."""
 
     def __call__(self, x: Tensor, batch: Batch, logits_only: bool) -> Tensor:
         """Apply all tokens to the states of their sequences.

@@ -19,7 +19,7 @@ from penstock.checkpoint.state_spec import StateSpec
 from penstock.layers import (
     BuildContext,
     Embedding,
-    StateLayer,
+    HasState,
 )
 from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 from penstock.parallel import shard_heads
@@ -103,7 +103,7 @@ class Decoder(BaseModel):
     def state_specs(self) -> list[StateSpec]:
         return [part.state_spec() for part in self._state_layers()]
 
-    def _state_layers(self) -> list[StateLayer]:
+    def _state_layers(self) -> list[HasState]:
         return [layer.state for layer in self._layers if layer.state]
 
     def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:

@@ -59,7 +59,7 @@ def make_norm(context: BuildContext, config: ModelConfig, name: str, size: int) 
     options, eps = config.options.norm, config.rms_norm_eps
     if options.kind == "layer":
         return LayerNorm(context, name, size, eps, options.bias)
-    return RMSNorm(context, name, size, eps, options.float32, options.unit_offset)
+    return RMSNorm(context, name, size, eps, options.float32, options.unit_offset, options.as_stored)
 
 
 def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:

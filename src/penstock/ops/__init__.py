@@ -27,6 +27,7 @@ from .batch import (
     QKNorms,
     StateBatch,
 )
+from .compressed import Compression
 from .lora import LoRAWeights
 from .quantized_weight import QuantizedWeight
 from .scans import ScanWeights
@@ -70,7 +71,13 @@ class Ops(Protocol):
     def linear(self, x: Tensor, matrix: Any, out_float32: bool = False, out: Tensor | None = None) -> Tensor: ...
     def linear_activation_and_mul(self, x: Tensor, matrix: Any, function: str, out: Tensor | None = None) -> Tensor: ...
     def select_experts(
-        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+        self,
+        logits: Tensor,
+        routing: Routing,
+        bias: Tensor | None = None,
+        factors: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        table: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
     def count_experts(self, ids: Tensor, counts: Tensor, num_tokens: Tensor | None = None) -> None: ...
     def place_experts(self, ids: Tensor, places: Tensor) -> Tensor: ...
@@ -156,6 +163,38 @@ class Ops(Protocol):
     def select_keys(
         self, q: Tensor, weights: Tensor, cache: Any, metadata: AttentionMetadata, top_k: int, scale: float
     ) -> AttentionMetadata: ...
+    def compress(
+        self,
+        x: Tensor,
+        sizes: Compression,
+        bias: Tensor,
+        norm: Tensor,
+        table: Tensor,
+        cache: Any,
+        states: Mapping[str, Tensor],
+        batch: Batch,
+    ) -> None: ...
+    def select_entries(
+        self,
+        cache: Any,
+        metadata: AttentionMetadata,
+        tokens: int,
+        window: int,
+        rate: int,
+        top_k: int,
+        q: Tensor | None = None,
+        weights: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> AttentionMetadata: ...
+    def compressed_attention(
+        self, q: Tensor, cache: Any, selection: AttentionMetadata, scale: float, sinks: Tensor
+    ) -> Tensor: ...
+    def rotate_tail(self, x: Tensor, positions: Tensor, table: Tensor, inverse: bool = False) -> None: ...
+    def hyper_weights(
+        self, logits: Tensor, base: Tensor, scale: Tensor, streams: int, iterations: int, eps: float
+    ) -> Tensor: ...
+    def collapse_streams(self, x: Tensor, weights: Tensor, streams: int) -> Tensor: ...
+    def mix_streams(self, x: Tensor, residual: Tensor, weights: Tensor, streams: int) -> Tensor: ...
     def export_kv(
         self,
         cache: Any,

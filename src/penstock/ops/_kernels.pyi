@@ -10,6 +10,8 @@ MAX_LATENT_KEY: int
 """Largest key size of a latent cache."""
 MAX_BLOCK: int
 """Largest number of tokens of a KV block."""
+MAX_STREAMS: int
+"""Largest number of residual streams."""
 MAX_KERNEL: int
 """Largest number of tokens that a short convolution sees."""
 BUILT: list[str]
@@ -153,9 +155,11 @@ def route(
     scale: float,
     min_sum: float,
     added_sum: float,
-    sigmoid: bool,
+    function: int,
     sum_top2: bool,
     renormalize: bool,
+    token_ids: int,
+    table: int,
     /,
 ) -> None: ...
 def selective_scan(
@@ -348,6 +352,7 @@ def attention(
     chunked: bool,
     alibi: int,
     row: int,
+    parts: int,
     /,
 ) -> None: ...
 def select_keys(
@@ -369,7 +374,55 @@ def select_keys(
     top_k: int,
     scale: float,
     type: int,
+    rate: int,
+    window: int,
+    parts: int,
     /,
+) -> None: ...
+def compress(
+    rows: StateRows,
+    x: int,
+    state: int,
+    kept: int,
+    bias: int,
+    norm: int,
+    positions: int,
+    table: int,
+    cache: int,
+    slots: int,
+    sequences: int,
+    x_stride: int,
+    dim: int,
+    rate: int,
+    max_drafts: int,
+    rope: int,
+    row: int,
+    offset: int,
+    eps: float,
+    overlap: bool,
+    type: int,
+    /,
+) -> None: ...
+def hyper_weights(
+    logits: int,
+    base: int,
+    scale: int,
+    out: int,
+    rows: int,
+    width: int,
+    streams: int,
+    iterations: int,
+    eps: float,
+    /,
+) -> None: ...
+def collapse_streams(
+    x: int, weights: int, out: int, rows: int, width: int, streams: int, size: int, type: int, /
+) -> None: ...
+def mix_streams(
+    x: int, residual: int, weights: int, rows: int, width: int, streams: int, size: int, type: int, /
+) -> None: ...
+def rotate_tail(
+    x: int, positions: int, table: int, tokens: int, heads: int, dim: int, rotary: int, inverse: bool, type: int, /
 ) -> None: ...
 def latent_store(
     q: int,

@@ -26,7 +26,12 @@ def swigluoai(gate: Tensor, up: Tensor) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"swigluoai": swigluoai}
+def swiglu10(gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU with clamped inputs (DeepSeek-V4)."""
+    return F.silu(gate.clamp(max=10.0)) * up.clamp(-10.0, 10.0)
+
+
+GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"swigluoai": swigluoai, "swiglu10": swiglu10}
 """Gated activations by name that are not of the form ``activation(gate) * up``. Their numbers in the kernels follow the
 numbers of ``ACTIVATIONS``."""
 

@@ -10,7 +10,12 @@ from penstock.checkpoint.experts_config import Routing
 
 
 def select_experts(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    factors: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Select the experts of each token: ids ``[tokens, top_k]`` int64, best first (ties: lower id), and weights
     ``[tokens, top_k]`` float32.
@@ -20,8 +25,16 @@ def select_experts(
         bias: ``[experts]`` float32, added to the scores for the selection of groups and experts, but not for the
             weights.
         factors: ``[experts]`` float32, multiplied with the weights of the chosen experts.
+        token_ids: ``[tokens]`` int64, with ``table``.
+        table: experts of each token id, ``[vocabulary, top_k]`` int64 (hash routing); None: chosen by score.
     """
-    scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
+    match routing.scores:
+        case "softmax":
+            scores = logits.softmax(-1)
+        case "sigmoid":
+            scores = logits.sigmoid()
+        case "sqrtsoftplus":
+            scores = F.softplus(logits).sqrt()
     biased = scores if bias is None else scores + bias
     if routing.top_groups < routing.groups:
         grouped = biased.unflatten(-1, (routing.groups, -1))
@@ -29,6 +42,8 @@ def select_experts(
         kept = torch.zeros_like(best).scatter_(-1, best.topk(routing.top_groups).indices, 1).bool()
         biased = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
     ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    if table is not None and token_ids is not None:
+        ids = table[token_ids]
     weights = scores.gather(-1, ids)
     if routing.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True).clamp(min=routing.min_sum) + routing.added_sum)

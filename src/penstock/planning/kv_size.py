@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.checkpoint.kv_spec import ITEM_BYTES, KV_QUANTIZATION, SCALE_BYTES, KVSpec
 from penstock.checkpoint.model_config import ModelConfig
@@ -83,10 +83,11 @@ def _kept(scheme: Scheme, wanted: Format, stored: Format) -> Format:
 
 
 def check_kv_cache_dtype(kv_cache_dtype: str, model: ModelConfig | ModelSize) -> None:
-    """Raise ``PenstockError`` (``unsupported``) for a quantized cache of a model with sparse attention."""
-    if model.index_dim and KV_QUANTIZATION[kv_cache_dtype]:
-        message = f"kv_cache_dtype: {kv_cache_dtype} is not supported for {model.architecture}, whose sparse attention"
-        raise PenstockError(Code.UNSUPPORTED, f"{message} stores index keys unquantized; use auto", "kv_cache_dtype")
+    """Raise ``PenstockError`` (``unsupported``) for a quantized cache of sparse or compressed attention."""
+    if (model.index_dim or model.entry_dims) and KV_QUANTIZATION[kv_cache_dtype]:
+        message = f"kv_cache_dtype: {kv_cache_dtype} is not supported for {model.architecture}, whose attention"
+        message = f"{message} stores index keys or compressed entries unquantized; use auto"
+        raise PenstockError(Code.UNSUPPORTED, message, "kv_cache_dtype")
 
 
 def kv_specs(
@@ -116,6 +117,8 @@ def kv_specs(
         return KVSpec(heads, elements, computed, block_size, quantization, latent=size.latent, index_dim=size.index_dim)
 
     usual = size.num_kv_heads, size.kv_dim
+    if size.entry_dims:
+        return [replace(spec(1, size.kv_dim + extra), index_dim=extra) for extra in size.entry_dims]
     if size.encoder:  # the layers of an encoder share one KV cache
         return [spec(*usual)]
     layers = size.num_layers if size.num_kv_layers < 0 else size.num_kv_layers

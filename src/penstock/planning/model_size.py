@@ -77,6 +77,8 @@ class ModelSize:
     """Elements of a token's index key (sparse attention), in addition to ``kv_dim``; 0: dense attention."""
     shared_layers: frozenset[int] = frozenset()
     """Layers that use the key selection of the layer before them, which must be in the same pipeline stage."""
+    entry_dims: tuple[int, ...] = ()
+    """Elements of a token's compressed entry and its index key in each layer (DeepSeek-V4); (): none."""
 
     def with_redundant_experts(self, count: int) -> ModelSize:
         """Size with ``count`` redundant experts in each layer."""
@@ -102,6 +104,7 @@ def size_of(config: ModelConfig) -> ModelSize:
     kv_heads, kv_dim = config.num_kv_heads, config.head_dim
     if latent:
         kv_heads, kv_dim = 1, latent.kv_lora_rank + latent.qk_rope_head_dim
+    compressed = config.compressed
     matrices = 3 if config.options.gated_mlp else 2
     dense = matrices * hidden * config.intermediate_size
     sparse = routers = expert = 0
@@ -123,7 +126,12 @@ def size_of(config: ModelConfig) -> ModelSize:
     state_weights, plain_state_weights = (
         len(states) * each for each in (config.state.num_weights(hidden) if config.state else (0, 0))
     )
-    layer_weights = num_kv * attention + _indexers(config) + state_weights + plain * dense + num_sparse * sparse
+    attentions = num_kv * attention + _indexers(config)
+    if compressed:
+        each = (compressed.num_weights(layer, hidden, config.num_heads) for layer in range(layers))
+        attentions = sum(each) + compressed.hyper.streams**2 * hidden  # and those of the head's weights of streams
+        absorbed = config.num_heads * compressed.head_dim * compressed.group_rank
+    layer_weights = attentions + state_weights + plain * dense + num_sparse * sparse
     stored, shares = stored_format(quantization_config_of(raw)), _gguf_shares(raw, "layers")
     if stored.is_mxfp4:
         share = num_sparse * (sparse - routers) / layer_weights
@@ -141,7 +149,8 @@ def size_of(config: ModelConfig) -> ModelSize:
         head_weights=head,
         num_kv_heads=kv_heads,
         kv_dim=kv_dim,
-        latent=latent.kv_lora_rank if latent else 0,
+        latent=latent.kv_lora_rank if latent else compressed.head_dim if compressed else 0,
+        entry_dims=config.entry_dims,
         index_dim=config.index_dim,
         shared_layers=config.shared_layers,
         mtp_weights=config.num_mtp_layers * (attention + _indexer(config) + mtp + 2 * hidden * hidden),
@@ -166,7 +175,10 @@ def size_of(config: ModelConfig) -> ModelSize:
 
 def state_specs_of(config: ModelConfig) -> tuple[StateSpec, ...]:
     """Recurrent states of a model's layers, without tensor parallelism."""
-    state = config.state
+    state, compressed = config.state, config.compressed
+    if compressed:
+        layers = filter(compressed.rate, range(config.num_layers))
+        return tuple(compressed.state_spec(layer, config.dtype) for layer in layers)
     if state is None:
         return ()
     return (state.spec(config.dtype),) * sum(map(config.has_state, range(config.num_layers)))

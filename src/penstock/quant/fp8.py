@@ -1,7 +1,9 @@
-"""FP8 checkpoints (e4m3): one scale per tensor, per output channel, or per block (128 x 128 in DeepSeek-V3)."""
+"""FP8 checkpoints (e4m3): one scale per tensor, per output channel, or per block (128 x 128 in DeepSeek-V3). Experts
+may be in mxfp4 (DeepSeek-V4)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,14 +11,17 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import invalid
-from penstock.core.quantization import UNQUANTIZED, Format
+from penstock.core.quantization import MX_BLOCK, UNQUANTIZED, Format
 from penstock.ops import QuantizedWeight
 
+from . import mxfp4
 from .checkpoint_format import FLOATS, TensorSource, num_groups, read_tensor
 from .config_fields import count, unsupported
 
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
 """Dtypes of scales; float8_e8m0fnu values are powers of two (ue8m0)."""
+EXPERT = re.compile(r"\.experts\.\d+\.")
+"""Part of the names of the matrices of experts that a router chooses."""
 STATIC_ACTIVATIONS = "activations get dynamic scales per token; static scales of the checkpoint are ignored"
 
 
@@ -46,7 +51,9 @@ class FP8:
     """``CheckpointFormat`` for fp8: ``<name>.weight`` e4m3, with ``weight_scale_inv`` or ``weight_scale``.
 
     The shape of the scales determines whether they are per block, output or tensor. Despite its name,
-    ``weight_scale_inv`` is also a factor of the weights.
+    ``weight_scale_inv`` is also a factor of the weights. DeepSeek-V4 calls it ``scale``, and with ``expert_dtype``
+    ``fp4`` stores experts in mxfp4: ``<name>.weight`` ``[out, in / 2]`` int8, two codes per byte, and ``scale``
+    ``[out, in / 32]`` float8_e8m0fnu.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -55,8 +62,9 @@ class FP8:
             raise unsupported(f"fp8 with activation_scheme {scheme!r}; supported are 'dynamic' and 'static'")
         if (kind := config.get("fmt") or "e4m3") != "e4m3":
             raise unsupported(f"fp8 with fmt {kind!r}; only 'e4m3' is supported")
-        if (experts := config.get("expert_dtype") or "fp8") != "fp8":
-            raise unsupported(f"fp8 with expert_dtype {experts!r}; only 'fp8' is supported")
+        if (experts := config.get("expert_dtype") or "fp8") not in ("fp8", "fp4"):
+            raise unsupported(f"fp8 with expert_dtype {experts!r}; supported are 'fp8' and 'fp4'")
+        self._fp4_experts = experts == "fp4"
         self.notes: Sequence[str] = (STATIC_ACTIVATIONS,) if scheme == "static" else ()
         self._blocks: tuple[int, int] | None = None
         if (size := config.get("weight_block_size")) is not None:
@@ -66,8 +74,10 @@ class FP8:
         """See ``CheckpointFormat.format_of``. A matrix with a tensor of scales is quantized."""
         if not (scales := _scales(source, name)):
             return UNQUANTIZED
+        if self._fp4_experts and EXPERT.search(name):
+            return mxfp4.FORMAT
         shape = source.shape(scales)
-        if self._blocks and len(shape) == 2 and scales.endswith("_inv"):
+        if self._blocks and len(shape) == 2 and not scales.endswith("weight_scale"):
             return Format(8, self._blocks[1], 8, floating=True, rows_per_scale=self._blocks[0])
         return Format(8, 0, 8, floating=True, rows_per_scale=0 if shape in ((), (1,), (1, 1)) else 1)
 
@@ -75,12 +85,20 @@ class FP8:
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
     ) -> QuantizedWeight:
         """See ``CheckpointFormat.read``."""
-        return read_fp8(source, name, _scales(source, name), outputs, inputs, rows, self.format_of(source, name))
+        format, scales = self.format_of(source, name), _scales(source, name)
+        if format != mxfp4.FORMAT:
+            return read_fp8(source, name, scales, outputs, inputs, rows, format)
+        packed = read_tensor(source, f"{name}.weight", outputs, inputs // 2, dtypes=(torch.int8,), rows=rows)
+        groups = num_groups(inputs, MX_BLOCK)
+        stored = read_tensor(source, scales, outputs, groups, dtypes=SCALES, rows=rows)
+        return QuantizedWeight(
+            mxfp4.unpack(packed.view(torch.uint8).unflatten(1, (groups, -1))), stored.float(), format
+        )
 
 
 def _scales(source: TensorSource, name: str) -> str:
     """Name of the tensor with the scales of a matrix; empty if the matrix has no scales."""
-    names = (f"{name}.weight_scale_inv", f"{name}.weight_scale")
+    names = (f"{name}.weight_scale_inv", f"{name}.weight_scale", f"{name}.scale")
     return next((scales for scales in names if source.has(scales)), "")
 
 

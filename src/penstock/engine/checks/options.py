@@ -47,9 +47,11 @@ def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -
         )
         raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
     _check_vision(options, config, speculative)
-    if config.state:
+    if config.state or config.compressed:
         _check_states(options, config, speculative)
     check_kv_cache_dtype(options.kv_cache_dtype, config)
+    if config.compressed:
+        _check_compressed(options, config)
     _check_ranks(options, config)
     return options
 
@@ -86,6 +88,28 @@ def _check_states(options: EngineOptions, config: ModelConfig, speculative: Spec
     for name, (is_given, reason) in unsupported.items():
         if is_given:
             message = f"{name}: {getattr(options, name)} is not supported for {config.architecture}: {reason}"
+            raise PenstockError(Code.UNSUPPORTED, message, name)
+
+
+def _check_compressed(options: EngineOptions, config: ModelConfig) -> None:
+    """Raise ``PenstockError`` (``unsupported``) for options that models with compressed attention do not support."""
+    assert config.compressed
+    groups = config.compressed.groups
+    unsupported = {
+        "tensor_parallel_size": (
+            groups % options.tensor_parallel_size > 0,
+            f"it must divide the number of groups of heads (o_groups), {groups}",
+        ),
+        "load_format": (
+            options.load_format == "dummy" and bool(config.experts and config.experts.hash_layers),
+            "random weights have no table from token ids to experts",
+        ),
+        "enable_lora": (options.enable_lora, "remove this option"),
+        "lora_modules": (bool(options.lora_modules), "remove this option"),
+    }
+    for name, (is_given, advice) in unsupported.items():
+        if is_given:
+            message = f"{name}: {getattr(options, name)} is not supported for {config.architecture}: {advice}"
             raise PenstockError(Code.UNSUPPORTED, message, name)
 
 

@@ -143,7 +143,7 @@ class ModelRunner:
             return CapturedModel(model, None, None)
         hidden = None
         if model.layers.start or model.vision:
-            hidden = torch.zeros(self._max_tokens, model.config.hidden_size, dtype=model.dtype)
+            hidden = torch.zeros(self._max_tokens, model.config.stream_size, dtype=model.dtype)
         experts = model.config.experts
         not_capturable = (
             model.config.model_impl != "penstock"
@@ -215,7 +215,7 @@ class ModelRunner:
         batch = _one_row(tokens, blocks, min(rows, tokens))
         batch.positions.clamp_(max=self.model.max_len - 1)  # a step may have more tokens than a sequence
         if layers.start or self.model.vision:
-            batch.hidden_states = torch.zeros(tokens, config.hidden_size, dtype=self.model.dtype)
+            batch.hidden_states = torch.zeros(tokens, config.stream_size, dtype=self.model.dtype)
         if self._state_cache is not None:
             zero = batch.attention.query_start_loc[:1]
             batch.states = StateBatch(self._state_cache, zero, zero, zero, zero.repeat(2), zero[:0], zero[:0])

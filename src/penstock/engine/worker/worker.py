@@ -477,7 +477,7 @@ class Worker:
             batch.export_places = torch.from_numpy(export_places(step, num_tokens))
         if not self._stage.is_first:
             model = self._runner.model
-            hidden = self._stage.receive(model.config.hidden_size, model.dtype)
+            hidden = self._stage.receive(model.config.stream_size, model.dtype)
             batch.hidden_states = hidden
         if self._images:
             self._images.prepare(self._runner.model, batch, rows, starts, lengths)

@@ -26,7 +26,7 @@ MAX_VERIFIERS = 8
 """Maximum number of threads that compute checksums. This number saturates the memory bandwidth."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.uint8, torch.int8, torch.int32, torch.bfloat16, torch.float16, torch.float32)
+    for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32)
 }
 Matrices = Mapping[str, Mapping[str, Tensor]]
 """Matrix name → tensor name → tensor."""

@@ -8,6 +8,15 @@ from __future__ import annotations
 
 from .. import _kernels, native
 from ..reference import apply_bitmask, log_softmax, sample_random, topk
+from .compressed import (
+    collapse_streams,
+    compress,
+    compressed_attention,
+    hyper_weights,
+    mix_streams,
+    rotate_tail,
+    select_entries,
+)
 from .elementwise import (
     activation,
     activation_and_mul,

@@ -43,8 +43,17 @@ def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
     return Experts(matrices, native)
 
 
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
+"""Numbers of ``Routing.scores`` in the kernels."""
+
+
 def select_experts(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    factors: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See ``reference.select_experts``."""
     tokens, experts = logits.shape
@@ -64,9 +73,11 @@ def select_experts(
         routing.scale,
         routing.min_sum,
         routing.added_sum,
-        routing.scores == "sigmoid",
+        SCORES[routing.scores],
         routing.group_score == "two best",
         routing.renormalize,
+        0 if token_ids is None else token_ids.data_ptr(),
+        0 if table is None else table.data_ptr(),
     )
     return ids, weights
 

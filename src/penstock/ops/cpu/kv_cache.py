@@ -105,11 +105,14 @@ def attention(
     options: AttentionOptions,
     out: Tensor | None = None,
     row: int = 0,
+    parts: int = 1,
 ) -> Tensor:
     """See ``reference.attention``. Returns ``[tokens, heads * latent]`` for a latent cache.
 
     Args:
-        row: elements between the vectors of a latent cache, if ``metadata`` is a result of ``select_keys``; else 0.
+        row: elements between the vectors of a latent cache, if ``metadata`` is a result of ``select_keys`` or
+            ``select_entries``; else 0.
+        parts: vectors of a slot, with ``row``.
     """
     spec, heads = cache.spec, q.shape[1]
     out = empty((q.shape[0], heads * (spec.latent or spec.head_dim)), q.dtype) if out is None else out
@@ -139,6 +142,7 @@ def attention(
         options.chunked,
         0 if options.alibi is None else options.alibi.data_ptr(),
         row,
+        parts,
     )
     return out
 

@@ -137,5 +137,8 @@ def select_keys(
         top_k,
         scale,
         DTYPE_CODES[q.dtype],
+        0,
+        0,
+        1,
     )
     return AttentionMetadata(starts, counts, slots)

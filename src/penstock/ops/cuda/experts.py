@@ -54,9 +54,15 @@ def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
 
 
 def select_experts(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    factors: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference.select_experts``."""
+    """See ``reference.select_experts``. Without hash routing and the scores of DeepSeek-V4, which runs only on CPUs."""
+    assert table is None and routing.scores in ("softmax", "sigmoid")
     tokens, experts = logits.shape
     ids = logits.new_empty((tokens, routing.top_k), dtype=torch.int64)
     weights = logits.new_empty((tokens, routing.top_k))

@@ -12,6 +12,15 @@ from ..activations import activation, activation_and_mul
 from ..experts import combine_experts, count_experts, place_experts, select_experts
 from ..sampling import sample_random
 from .attention import attention, rope_and_store
+from .compressed import (
+    collapse_streams,
+    compress,
+    compressed_attention,
+    hyper_weights,
+    mix_streams,
+    rotate_tail,
+    select_entries,
+)
 from .elementwise import (
     add_residual,
     add_rms_norm,

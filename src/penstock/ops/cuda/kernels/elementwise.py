@@ -192,6 +192,10 @@ def gated(gate, up, FUNCTION: tl.constexpr):
         gate = tl.where(gate > 7.0, 7.0, gate)  # unlike tl.minimum, keeps NaN
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         result = (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
+    elif FUNCTION == "swiglu10":
+        gate = tl.where(gate > 10.0, 10.0, gate)
+        up = tl.where(up > 10.0, 10.0, tl.where(up < -10.0, -10.0, up))
+        result = apply_activation(gate, "silu") * up
     else:
         result = apply_activation(gate, FUNCTION) * up
     return result
