@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from state_families import FAMILIES, add_mtp_layer, draw
 from test_families import GREEDY, OPTIONS, PROMPTS, VOCABULARY, check
 
@@ -181,6 +182,59 @@ def test_drafts_of_mtp_layer_do_not_change_outputs(family: str, tmp_path: Path) 
     found = llm.generate(REPEATED, GREEDY, use_tqdm=False)
     assert [[(one.token_ids, one.logprobs) for one in output.outputs] for output in found] == expected
     assert llm.engine.speculation and llm.engine.speculation.stats.draft_tokens > 0
+
+
+def test_drafts_of_nemotron_mtp_layers_equal_those_of_transformers_layers(tmp_path: Path) -> None:
+    """The reference uses the model's own attention and expert layers for the drafts: their tensors are copied."""
+    model = draw("NemotronH", 0, tmp_path)
+    kinds, size = model.config.layers_block_type, model.config.hidden_size
+    layers = [kinds.index(kind) for kind in ("full_attention", "moe")]
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    mtp = {
+        re.sub(rf"^\w+\.layers\.{layer}\.", f"mtp.layers.{number}.", name): tensor.clone()
+        for number, layer in enumerate(layers)
+        for name, tensor in tensors.items()
+        if f".layers.{layer}." in name
+    }
+    mtp["mtp.layers.0.eh_proj.weight"] = torch.cat((torch.eye(size) / 8, torch.eye(size)), 1)
+    for name in ("0.enorm", "0.hnorm", "1.final_layernorm"):
+        mtp[f"mtp.layers.{name}.weight"] = torch.rand(size) + 0.5
+    save_file({**tensors, **mtp}, file, {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention", "moe"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    sampling = SamplingParams(temperature=0, max_tokens=60, logprobs=1, ignore_eos=True)
+    expected = outputs(tmp_path, sampling, REPEATED)
+    drafting = json.dumps({"method": "mtp", "num_speculative_tokens": 1, "adaptive": False})
+    room = {"num_gpu_blocks_override": 100, "max_num_batched_tokens": 512}  # each step drafts for all sequences
+    llm = LLM(tmp_path, **OPTIONS | room, speculative_config=drafting)
+    found = llm.generate(REPEATED, sampling, use_tqdm=False)
+    assert [[(one.token_ids, one.logprobs) for one in output.outputs] for output in found] == expected
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = mtp[f"mtp.layers.{name}.weight"]
+        return torch.nn.functional.rms_norm(x, (size,), weight, model.config.layer_norm_epsilon)
+
+    accepted = 0
+    for prompt, [(tokens, _)] in zip(REPEATED, expected, strict=True):
+        ids = torch.tensor([prompt + tokens])
+        with torch.inference_mode():
+            mask = torch.full((1, 1, ids.shape[1] - 1, ids.shape[1] - 1), -torch.inf).triu(1)
+            states = model.model(ids).last_hidden_state[:, :-1]
+            inputs = norm(model.model.embeddings(ids[:, 1:]), "0.enorm"), norm(states, "0.hnorm")
+            x = torch.cat(inputs, -1) @ mtp["mtp.layers.0.eh_proj.weight"].T
+            for layer in layers:
+                x = model.model.layers[layer](x, attention_mask=mask)
+            drafts = model.lm_head(norm(x, "1.final_layernorm")).argmax(-1)[0].tolist()  # drafts[i] is for token i + 2
+        position = len(prompt)  # of the last token
+        while position + 2 < len(prompt + tokens):
+            is_accepted = drafts[position - 1] == ids[0, position + 1]
+            position += 1 + is_accepted
+            accepted += is_accepted
+    assert llm.engine.speculation and accepted
+    assert llm.engine.speculation.stats.accepted_tokens == accepted
 
 
 @pytest.mark.parametrize(

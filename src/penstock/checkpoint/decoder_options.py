@@ -75,6 +75,8 @@ class DecoderOptions:
     layer_norms: LayerNorms = field(default_factory=LayerNorms)
     state_layer_norms: LayerNorms | None = None
     """Norms of layers with recurrent state; None: ``layer_norms``."""
+    mtp_layer_norms: LayerNorms | None = None
+    """Norms of the layers for multi-token prediction; None: ``layer_norms``."""
     normed_residual: NormedResidual | None = None
     """None: residual connections from the input of a norm."""
     qk_norm: QKNormOptions = field(default_factory=QKNormOptions)
@@ -94,7 +96,7 @@ class DecoderOptions:
     partial_rotary_factor: float = 1.0
     """Fraction of a head's dimensions that rotary embedding rotates."""
     rope_layers: tuple[bool, ...] = ()
-    """True for each layer with rotary embedding; empty: all layers."""
+    """True for each layer with rotary embedding; empty: all layers. MTP layers without an entry have one."""
     attention_scale: float | None = None
     """Softmax scale; None: ``head_dim ** -0.5``."""
     attention_gate: bool = False

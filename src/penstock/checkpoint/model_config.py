@@ -193,11 +193,11 @@ class ModelConfig:
         return self.stored_head_dim or self.head_dim
 
     def rope_of(self, layer: int) -> Mapping[str, Any] | None:
-        """The rotary parameters of a layer; None: no rotary embedding."""
+        """The rotary parameters of a layer, or MTP layer; None: no rotary embedding."""
+        if layer < len(self.options.rope_layers) and not self.options.rope_layers[layer]:
+            return None
         if layer >= self.num_layers:
             return self.rope_parameters
-        if self.options.rope_layers and not self.options.rope_layers[layer]:
-            return None
         if self.local_rope_parameters is not None and self.sliding_windows[layer]:
             return self.local_rope_parameters
         return self.rope_parameters

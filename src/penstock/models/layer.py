@@ -246,7 +246,10 @@ class DecoderLayer:
     ) -> None:
         name, options = f"model.layers.{number}", config.options
         has_state = config.has_state(number)
-        names = (options.state_layer_norms if has_state else None) or options.layer_norms
+        own = (
+            options.mtp_layer_norms if number >= config.num_layers else options.state_layer_norms if has_state else None
+        )
+        names = own or options.layer_norms
 
         mixes, has_mlp = config.has_attention(number) or has_state, config.has_mlp(number)
 

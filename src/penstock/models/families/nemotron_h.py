@@ -17,10 +17,19 @@ DEFAULT_PATTERN = "ME*-"
 """Pattern of a configuration without layer types."""
 WHOLE = {"model.embed_tokens": "model.embeddings", "model.norm": "model.norm_f"}
 NAMES = {"self_attn": "mixer", "mlp": "mixer", "c_fc": "up_proj", "c_proj": "down_proj"}
+MTP_KINDS = ["full_attention", "moe"]
+"""Layers for multi-token prediction, which are one decoder layer of Penstock."""
+MTP_NAMES = {
+    **{name: f"layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj")},
+    "input_layernorm": "layers.0.norm",
+    "post_attention_layernorm": "layers.1.norm",
+    "shared_head.norm": "layers.1.final_layernorm",
+}
+"""Module of ``DecoderMTPHead`` → module of ``mtp`` in the checkpoint."""
 
 
 def read_config(raw: ConfigJson) -> ModelConfig:
-    types = layer_types(raw)
+    types, num_mtp = layer_types(raw), num_mtp_layers(raw)
     heads, head_dim, bias = int(raw["mamba_num_heads"]), int(raw["mamba_head_dim"]), bool(raw.get("use_bias"))
     state = read_mamba2(
         raw,
@@ -44,13 +53,14 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         layer_norms=LayerNorms("norm", before_mlp="norm"),
         separate_mlps=True,
         gated_mlp=False,
-        rope_layers=(False,) * len(types),
+        mtp_layer_norms=LayerNorms(),
+        rope_layers=(False,) * (len(types) + num_mtp),
     )
     config = dense_config(
         {**raw, "num_hidden_layers": len(types), "layer_types": None},
         rms_norm_eps=float(raw["layer_norm_epsilon"]),
         tie_word_embeddings=False,  # transformers ties no matrices of this family
-        num_mtp_layers=0,
+        num_mtp_layers=num_mtp,
         qkv_bias=False,
         output_bias=False,
         options=options,
@@ -64,9 +74,20 @@ def layer_types(raw: ConfigJson) -> list[str]:
     """Type of each layer, from ``layers_block_type`` or ``hybrid_override_pattern``."""
     if types := raw.get("layers_block_type") or raw.get("layer_types"):
         return list(types)
-    pattern = str(raw.get("hybrid_override_pattern") or DEFAULT_PATTERN)
+    return _types_of_pattern(raw, "hybrid_override_pattern", DEFAULT_PATTERN)
+
+
+def num_mtp_layers(raw: ConfigJson) -> int:
+    """1 if the checkpoint has layers for multi-token prediction, of the kinds of Nemotron 3. GGUF files have none."""
+    kinds = raw.get("mtp_layers_block_type") or _types_of_pattern(raw, "mtp_hybrid_override_pattern", "")
+    kinds = ["full_attention" if kind == "attention" else kind for kind in kinds]
+    return int(bool(raw.get("num_nextn_predict_layers")) and kinds == MTP_KINDS and "moe" in layer_types(raw))
+
+
+def _types_of_pattern(raw: ConfigJson, name: str, default: str) -> list[str]:
+    pattern = str(raw.get(name) or default)
     if unknown := set(pattern).difference(PATTERN):
-        raise ValueError(f"hybrid_override_pattern has {min(unknown)!r}; it must consist of {' '.join(PATTERN)}")
+        raise ValueError(f"{name} has {min(unknown)!r}; it must consist of {' '.join(PATTERN)}")
     return [PATTERN[each] for each in pattern]
 
 
@@ -98,6 +119,12 @@ def read_experts(raw: ConfigJson, types: list[str]) -> ExpertsConfig:
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
     """NVIDIA's checkpoints have the prefix ``backbone``, those of transformers may have ``model``."""
+    mtp_layer = f"model.layers.{config.num_layers}."
+    if name.startswith(mtp_layer):
+        module = name.removeprefix(mtp_layer)
+        first, *rest = (NAMES.get(part, part) for part in module.split("."))
+        default = ".".join((f"layers.{int(not module.startswith('self_attn.'))}", first, *rest))
+        return Stored(f"mtp.{MTP_NAMES.get(module, default)}")
     name = WHOLE.get(name) or ".".join(NAMES.get(part, part) for part in name.split("."))
     stored = find_mamba2(config, name)
     if not stored.name.startswith("model."):
