@@ -162,7 +162,7 @@ class GGUFCheckpoint:
         if (dtype := FLOATS.get(tensor.type.name)) is None:
             raise invalid("model", f"tensor {tensor.name} has type {tensor.type.name}; it must be F32, F16 or BF16")
         read = self._rows(place, prod(shape[1:]), wanted).view(dtype)
-        if self._architecture.norm_offset and re.search(r"(?<!ssm_)norm\.weight$", tensor.name):
+        if self._architecture.norm_offset and re.fullmatch(r".*(?<!ssm_)norm\.weight", tensor.name):
             read = read.float() - self._architecture.norm_offset
         if tensor.name.endswith(".ssm_a"):  # the converter stores -exp(A_log)
             read = (-read.float()).log()
