@@ -184,7 +184,7 @@ def test_drafts_of_mtp_layer_do_not_change_outputs(family: str, tmp_path: Path) 
     assert llm.engine.speculation and llm.engine.speculation.stats.draft_tokens > 0
 
 
-def test_drafts_of_nemotron_mtp_layers_equal_those_of_transformers_layers(tmp_path: Path) -> None:
+def test_drafts_of_nemotron_mtp_layers_equal_transformers_layers(tmp_path: Path) -> None:
     """The reference uses the model's own attention and expert layers for the drafts: their tensors are copied."""
     model = draw("NemotronH", 0, tmp_path)
     kinds, size = model.config.layers_block_type, model.config.hidden_size
