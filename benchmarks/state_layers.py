@@ -1,6 +1,6 @@
 """Layers of hybrid models with random weights, compared with the machine's limits.
 
-python benchmarks/state_layers.py qwen3-next qwen3.5-moe
+python benchmarks/state_layers.py --shapes qwen3-next qwen3.5-moe
 
 Four layers, three of them gated delta nets, with the shapes of the published models and a small vocabulary. Decode, one
 sequence: bytes that a token needs (weights of its experts and of all other matrices, and states, read and written) per
@@ -58,7 +58,7 @@ COMMON = {"hidden_size": 2048, "num_hidden_layers": 4, "layer_types": KINDS, "vo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="*", default=list(SHAPES), choices=SHAPES, help="default: all")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES, help="default: all")
     parser.add_argument("--quantization", default="none", choices=SCHEMES, help="format of the weights (default: none)")
     parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: 5)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096], help="lengths of prompts")
