@@ -208,7 +208,7 @@ def test_states_are_loaded_from_host_memory(recurrent: Path, recurrent_expected:
         assert generate(llm) == (recurrent_expected, [0, 0, 0])
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 def test_states_on_disk_are_found_after_restart(recurrent: Path, recurrent_expected: Result, tmp_path: Path) -> None:
     """An engine with another number of ranks has other states: it finds none, and computes the prompts."""
     folder = tmp_path / "kv"
@@ -221,7 +221,7 @@ def test_states_on_disk_are_found_after_restart(recurrent: Path, recurrent_expec
         assert generate(llm) == (recurrent_expected, [0, 0, 0])
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 def test_damaged_state_is_a_cache_miss(recurrent: Path, recurrent_expected: Result, tmp_path: Path) -> None:
     """Each file of the folder is damaged in turn: a block or a part of a state."""
     intact = tmp_path / "intact"

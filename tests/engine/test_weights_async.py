@@ -89,6 +89,7 @@ class Stream:
         return output.outputs[0].token_ids
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("address", ["", "127.0.0.1:0"])
 def test_restarted_engine_continues_requests(folders: tuple[Path, Path], address: str, oracles: Any) -> None:
     """With an address for other hosts, the old process has to end before the new one starts."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import msgspec
 import pytest
 import test_latent_attention
 import test_models
@@ -21,7 +20,8 @@ import torch
 from checkpoints import SMALL, save
 from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
-from test_exactness import NGRAM, STATES, answers, draw_engine, draw_request, run, start
+from same_bits import check_prefill_instance, check_random_engines, check_ranks_and_stages
+from test_exactness import NGRAM, STATES
 from test_families import GREEDY, OPTIONS, check
 from test_ops import DTYPES, NAMES, assert_close, cpu, draw_batch, kernels, randn, seeds
 from test_sparse_attention import slots_of
@@ -281,7 +281,7 @@ def test_steps_without_a_captured_graph_have_the_same_bits(tmp_path: Path) -> No
     assert captured == other
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(CONFIGS)[:3])
 def test_bits_do_not_depend_on_drafts_and_ranks(name: str, tmp_path: Path) -> None:
     save_v4(tmp_path, **CONFIGS[name])
@@ -296,41 +296,18 @@ def test_bits_do_not_depend_on_drafts_and_ranks(name: str, tmp_path: Path) -> No
             assert outputs(tmp_path, sampling, REPEATED, **options) == expected, options
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [f"float32 none auto {STATES}", f"bfloat16 w8a8 auto {STATES}"])
 def test_outputs_do_not_depend_on_the_batch(kind: str, checkpoint: Path) -> None:
-    """Tests engines with random chunks, prefix caching, preemption, host and disk tiers, and drafts."""
-    rng = Random(f"compressed:{kind}")
-    requests = [msgspec.structs.replace(draw_request(rng, number), adapter="") for number in range(12)]
-    lone = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
-    alone: dict[str, Any] = {}
-    for request in requests:
-        alone |= run(lone, [request])
-    lone.close()
-    for _ in range(4):
-        engine = draw_engine(rng, checkpoint, kind, len(requests), False, (1, 1))
-        assert run(engine, requests, rng) == alone
-        engine.close()
-    engine = draw_engine(rng, checkpoint, kind, len(requests), True, (2, 2))
-    assert answers(engine, requests, rng) == alone
-    engine.close()
+    check_random_engines(checkpoint, kind, "compressed", adapters=False)
+    check_ranks_and_stages(checkpoint, kind, "compressed", adapters=False)
 
 
 @pytest.mark.slow
 def test_prefill_and_decode_engines_answer_as_one_engine(checkpoint: Path, secret: str) -> None:
-    kind, rng = f"bfloat16 none auto {STATES}", Random("compressed:prefill")
-    requests = [msgspec.structs.replace(draw_request(rng, number), adapter="") for number in range(8)]
-    lone = start(checkpoint, kind)
-    alone = run(lone, requests)
-    lone.close()
-    stages = {"pipeline_parallel_size": 2}
+    kind, stages = f"bfloat16 none auto {STATES}", {"pipeline_parallel_size": 2}
     decode = stages | {"speculative_config": NGRAM}
-    cluster = test_prefill_decode.Cluster(checkpoint, kind, secret, rng, [stages], [decode])
-    try:
-        assert answers(cluster, requests, rng) == alone
-        assert cluster.counts("completed") > 0
-    finally:
-        cluster.close()
+    check_prefill_instance(checkpoint, kind, secret, "compressed", stages, decode, adapters=False)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from peft import LoraConfig, get_peft_model
 from quantized import KINDS as KINDS_OF_CHECKPOINTS
 from quantized import quantize
-from test_exactness import ADAPTERS, answers, draw_engine, draw_request, run, start
+from same_bits import check_prefill_instance, check_random_engines, check_ranks_and_stages
+from test_exactness import ADAPTERS
 from test_ops import DTYPES, KV_QUANTIZATIONS, NAMES, assert_close, cpu, draw_batch, kernels, randn, seeds
 from test_speculation import check_heads, with_head
 from torch import Tensor
@@ -281,35 +282,17 @@ MORE_KINDS = ["bfloat16 none auto", "bfloat16 none int8"]
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in MORE_KINDS)])
 def test_outputs_do_not_depend_on_the_batch(checkpoint: Path, kind: str) -> None:
-    """Tests engines with random chunks, prefix caching, preemption, host and disk tiers, drafts and adapters."""
-    rng = Random(f"latent:{kind}")
-    requests = [draw_request(rng, number) for number in range(12)]
-    lone = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
-    alone = run(lone, requests)
-    for _ in range(3):
-        engine = draw_engine(rng, checkpoint, kind, len(requests), False, (1, 1))
-        assert run(engine, requests, rng) == alone
-        engine.close()
-    lone.close()
+    check_random_engines(checkpoint, kind, "latent")
 
 
 @pytest.mark.slow
 def test_ranks_stages_and_prefill_engine_answer_as_one_rank(checkpoint: Path, secret: str) -> None:
-    kind, rng = "bfloat16 none int8", Random("latent:ranks")
-    requests = [draw_request(rng, number) for number in range(6)]
-    lone = start(checkpoint, kind)
-    alone = run(lone, requests)
-    lone.close()
-    engine = draw_engine(rng, checkpoint, kind, len(requests), True, (2, 2))
-    assert answers(engine, requests, rng) == alone
-    engine.close()
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "block_size": 32}
-    cluster = test_prefill_decode.Cluster(checkpoint, kind, secret, rng, [ranks], [{}])
-    try:
-        assert answers(cluster, requests, rng) == alone
-        assert cluster.counts("completed") > 0
-    finally:
-        cluster.close()
+    kind, ranks = (
+        "bfloat16 none int8",
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "block_size": 32},
+    )
+    check_ranks_and_stages(checkpoint, kind, "latent")
+    check_prefill_instance(checkpoint, kind, secret, "latent", ranks, {})
 
 
 def test_step_exports_latent_vectors(checkpoint: Path) -> None:

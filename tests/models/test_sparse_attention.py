@@ -23,7 +23,8 @@ from hypothesis import given, settings
 from peft import LoraConfig, get_peft_model
 from quantized import KINDS, quantize
 from safetensors.torch import load_file
-from test_exactness import ADAPTERS, answers, draw_engine, draw_request, run, start
+from same_bits import check_prefill_instance, check_random_engines, check_ranks_and_stages
+from test_exactness import ADAPTERS
 from test_latent_attention import EXPERTS, LATENT, SCALED, save_with_bias, store
 from test_ops import DTYPES, NAMES, assert_close, cpu, draw_batch, kernels, randn, seeds
 from test_speculation import check_heads, with_head
@@ -223,35 +224,17 @@ def test_selection_does_not_depend_on_the_number_of_threads(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32 none auto", "bfloat16 w8a8 auto"])
 def test_outputs_do_not_depend_on_the_batch(checkpoint: Path, kind: str) -> None:
-    """Tests engines with random chunks, prefix caching, preemption, host and disk tiers, drafts and adapters."""
-    rng = Random(f"sparse:{kind}")
-    requests = [draw_request(rng, number) for number in range(12)]
-    lone = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
-    alone = run(lone, requests)
-    for _ in range(3):
-        engine = draw_engine(rng, checkpoint, kind, len(requests), False, (1, 1))
-        assert run(engine, requests, rng) == alone
-        engine.close()
-    lone.close()
+    check_random_engines(checkpoint, kind, "sparse")
 
 
 @pytest.mark.slow
 def test_ranks_stages_and_prefill_engine_answer_as_one_rank(checkpoint: Path, secret: str) -> None:
-    kind, rng = "bfloat16 none auto", Random("sparse:ranks")
-    requests = [draw_request(rng, number) for number in range(6)]
-    lone = start(checkpoint, kind)
-    alone = run(lone, requests)
-    lone.close()
-    engine = draw_engine(rng, checkpoint, kind, len(requests), True, (2, 2))
-    assert answers(engine, requests, rng) == alone
-    engine.close()
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "block_size": 32}
-    cluster = test_prefill_decode.Cluster(checkpoint, kind, secret, rng, [ranks], [{}])
-    try:
-        assert answers(cluster, requests, rng) == alone
-        assert cluster.counts("completed") > 0
-    finally:
-        cluster.close()
+    kind, ranks = (
+        "bfloat16 none auto",
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "block_size": 32},
+    )
+    check_ranks_and_stages(checkpoint, kind, "sparse")
+    check_prefill_instance(checkpoint, kind, secret, "sparse", ranks, {})
 
 
 @pytest.mark.parametrize("name", ["v3.2", "glm-5, shared selection, experts"])

@@ -103,16 +103,17 @@ def test_prompts_of_a_prefill_instance_give_same_outputs(family: str, stages: in
     options = [EngineOptions(model=str(tmp_path), role=role, **OPTIONS | common) for role in ("prefill", "decode")]
     prefill, decode = map(Engine, options)
     assert prefill.kv_connector and decode.kv_connector
-    for number, prompt in enumerate(REPEATED):
-        address = prefill.kv_connector.address
-        decode.add(EngineRequest(request_id=str(number), prompt=prompt, sampling=GREEDY, prefill=(address,)))
-    found: dict[str, list[int]] = {str(number): [] for number in range(len(REPEATED))}
-    while decode.busy:
-        for delta in [delta for engine in (prefill, decode) if engine.busy for delta in engine.step()]:
-            assert not delta.failure, delta
-            found[delta.request_id] += delta.token_ids
-    assert [[tokens] for tokens in found.values()] == [[tokens for tokens, _ in each] for each in expected]
-    assert decode.kv_connector.counts["completed"] == len(REPEATED)
+    address = prefill.kv_connector.address
+    for count in (1, 2):  # the second time, the decode instance has the keys and values, but no states
+        for number, prompt in enumerate(REPEATED):
+            decode.add(EngineRequest(request_id=str(number), prompt=prompt, sampling=GREEDY, prefill=(address,)))
+        found: dict[str, list[int]] = {str(number): [] for number in range(len(REPEATED))}
+        while decode.busy:
+            for delta in [delta for engine in (prefill, decode) if engine.busy for delta in engine.step()]:
+                assert not delta.failure, delta
+                found[delta.request_id] += delta.token_ids
+        assert [[tokens] for tokens in found.values()] == [[tokens for tokens, _ in each] for each in expected]
+        assert decode.kv_connector.counts["completed"] == count * len(REPEATED)
 
 
 @pytest.mark.slow_after(1)
@@ -237,21 +238,40 @@ def test_drafts_of_nemotron_mtp_layers_equal_transformers_layers(tmp_path: Path)
     assert llm.engine.speculation.stats.accepted_tokens == accepted
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"speculative_config": json.dumps({"model": "SELF", "speculative_token_tree": "[(0,), (1,)]"})}, "tree"),
-    ],
-    ids=["tree"],
-)
-def test_unsupported_options_are_refused_by_name(options: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_unsupported_options_are_refused_by_name(tmp_path: Path) -> None:
     draw("Qwen3Next", 0, tmp_path)
-    options = {
-        name: value.replace("SELF", str(tmp_path)) if isinstance(value, str) else value
-        for name, value in options.items()
-    }
-    with pytest.raises(PenstockError, match=named):
-        LLM(tmp_path, **OPTIONS | options)
+    tree = json.dumps({"model": str(tmp_path), "speculative_token_tree": "[(0,), (1,)]"})
+    for options, named in (
+        ({"speculative_config": tree}, "tree"),
+        ({"role": "prefill", "num_state_snapshots": 0}, "num_state_snapshots: must be at least 1"),
+        ({"kv_offloading_size": 1e-5}, "kv_offloading_size: must be at least"),
+    ):
+        with pytest.raises(PenstockError, match=named):
+            Engine(EngineOptions(model=str(tmp_path), **OPTIONS | options))
+
+
+@pytest.mark.slow
+def test_instances_with_other_layers_on_their_stages_do_not_exchange_states(tmp_path: Path) -> None:
+    draw("Qwen3Next", 0, tmp_path)
+    expected = outputs(tmp_path, GREEDY, REPEATED[:1])
+    (tmp_path / "secret").write_text("s" * 64)
+    (tmp_path / "secret").chmod(0o600)
+    common = {"cluster_secret_file": str(tmp_path / "secret"), "kv_buffer_size": 2**24, "pipeline_parallel_size": 2}
+    layers = json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
+    prefill, decode = (
+        Engine(EngineOptions(model=str(tmp_path), role=role, pipeline_parallel_layers=split, **OPTIONS | common))
+        for role, split in (("prefill", f"1,{layers - 1}"), ("decode", f"{layers - 1},1"))
+    )
+    assert prefill.kv_connector and decode.kv_connector
+    address = prefill.kv_connector.address
+    decode.add(EngineRequest(request_id="0", prompt=REPEATED[0], sampling=GREEDY, prefill=(address,)))
+    found: list[int] = []
+    while decode.busy:
+        for delta in [delta for engine in (prefill, decode) if engine.busy for delta in engine.step()]:
+            assert not delta.failure, delta
+            found += delta.token_ids
+    assert found == expected[0][0][0]
+    assert decode.kv_connector.counts["recomputed"] == 1
 
 
 @pytest.mark.slow_after(1)

@@ -157,7 +157,7 @@ class Row(NamedTuple):
 
     architecture: str
     own: str
-    """Result of Penstock's own implementation: ``runs``, or empty if there is none."""
+    """``runs`` if Penstock has an implementation of its own; else empty."""
     library: str
     """Result with the modules of transformers."""
 

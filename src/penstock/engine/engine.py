@@ -33,6 +33,7 @@ from penstock.core.lora import parse_lora_modules
 from penstock.models import read_config
 from penstock.planning.kv_size import CachePlan, weight_bytes
 from penstock.planning.model_size import size_of
+from penstock.planning.pipeline import split_layers
 
 from .checks.options import checked_options
 from .checks.requests import check_request
@@ -149,6 +150,10 @@ class Engine:
         if self.info.asynchronous and not self._options.max_concurrent_batches:
             self._max_concurrent_batches = max(self._max_concurrent_batches, 2)
         self._memory: MemoryProfile = self._executor.run(ProfileMemory())
+        options = self._options
+        split = options.pipeline_parallel_size, options.pipeline_parallel_layers, options.quantization, options.dtype
+        self._stages = split_layers(size_of(self._config), *split)
+        """Layers of each pipeline stage."""
 
     def _start_scheduler(self, scheduling: SchedulerOptions) -> None:
         """Allocate the KV cache and its host and disk tiers, and create the scheduler."""
@@ -163,13 +168,18 @@ class Engine:
         self._transfer_buffer = None
         if options.role != "mixed":
             self._transfer_buffer = new_transfer_buffer(
-                options, model_layouts(options, self._config.raw, info), self._memory.state_bytes
+                options, model_layouts(options, self._config, info), self._memory.state_bytes
             )
-        layouts = model_layouts(options, self._config.raw, info, options.block_size)
+        layouts = model_layouts(options, self._config, info, options.block_size)
         host_tier = new_host_tier(options, layouts)
         transfer = self._transfer_buffer.memory if self._transfer_buffer else None
         offload = host_tier.memory if host_tier else None
         num_snapshots = count_snapshots(options, self._memory)
+        if self._memory.state_bytes and options.role != "mixed" and not num_snapshots:
+            message = (
+                f"must be at least 1 with role {options.role}, to transfer recurrent states; there is memory for 0"
+            )
+            raise invalid("num_state_snapshots", message, 1)
         self._executor.run(
             InitCache(blocks, host_blocks, transfer, num_snapshots, offload)
         )  # raises if memory is too small
@@ -179,7 +189,14 @@ class Engine:
         """Host and disk tiers of the prefix cache; None without them."""
         if host_tier:
             self.kv_offloading = start_offloading(
-                options, layouts, info.fingerprint, device_pool, host_tier, snapshots, self._memory.state_bytes
+                options,
+                layouts,
+                info.fingerprint,
+                device_pool,
+                host_tier,
+                snapshots,
+                self._memory.state_bytes,
+                self._stages,
             )
         self.scheduler = Scheduler(
             scheduling,
@@ -207,7 +224,7 @@ class Engine:
             return None
         return KVConnector(
             self._options,
-            self._config.raw,
+            self._config,
             self.info,
             self._transfer_buffer,
             self._executor,
@@ -215,6 +232,7 @@ class Engine:
             add=self.add,
             adapter_version=self.adapters.key,
             state_bytes=self._memory.state_bytes,
+            stages=self._stages,
         )
 
     def set_tracer(self, tracer: Tracer) -> None:

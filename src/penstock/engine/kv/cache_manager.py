@@ -207,6 +207,8 @@ class KVCacheManager:
                 return None
             self.offloading.num_queries += len(sequence.tokens) // pool.block_size - len(hit.blocks)
         pool.incref(hit.blocks)
+        if self.offloading and hit.snapshot >= 0 and sequence not in self._imported:
+            self.offloading.store_state(hit.snapshot, sequence.block_hashes[len(hit.blocks) + hit.num_loaded - 1])
         if sequence in self._imported:
             self._drop(sequence)
         else:
@@ -304,16 +306,19 @@ class KVCacheManager:
         if not self.snapshots:
             return []
         size = self._device_pool.block_size
-        wanted = {len(sequence.tokens)} if sequence.exports_state else set[int]()
+        wanted = [len(sequence.tokens)] if sequence.exports_state else []  # first: a transfer cannot do without it
+        optional = 0
         if self._options.enable_prefix_caching:
-            wanted |= {(len(sequence.tokens) - 1) // size * size, sequence.fork_at}
+            wanted += [(len(sequence.tokens) - 1) // size * size, sequence.fork_at]
             spacing = max(SNAPSHOT_SPACING // size, 1) * size
             if end < len(sequence.tokens):
-                wanted |= {end // spacing * spacing} if self.snapshots.has_free else set()
+                optional = end // spacing * spacing
             elif end % size == 0 and end > sequence.prompt_length:
-                wanted.add(end)
-        taken = [(at, self.snapshots.take()) for at in sorted(wanted) if start < at <= end]
-        return [(at, snapshot) for at, snapshot in taken if snapshot is not None]
+                wanted.append(end)
+        taken: dict[int, int | None] = {at: self.snapshots.take() for at in dict.fromkeys(wanted) if start < at <= end}
+        if start < optional <= end and optional not in taken and self.snapshots.has_free:
+            taken[optional] = self.snapshots.take()
+        return sorted((at, snapshot) for at, snapshot in taken.items() if snapshot is not None)
 
     def keep_snapshots(self, sequence: Sequence, made: Iterable[tuple[int, int]], valid: bool) -> None:
         """Keep the snapshots of ``take_snapshots`` for other sequences, after ``cache_full_blocks``; free them if they
@@ -330,7 +335,8 @@ class KVCacheManager:
                 continue
             self.snapshots.put(sequence.block_hashes[index], snapshot)
             if at > sequence.prompt_length:
-                self.snapshots.forget(sequence.last_snapshot)
+                if sequence.last_snapshot != sequence.block_hashes[index]:
+                    self.snapshots.forget(sequence.last_snapshot)
                 sequence.last_snapshot = sequence.block_hashes[index]
             elif self.offloading and at in ((sequence.prompt_length - 1) // size * size, sequence.fork_at):
                 self.offloading.store_state(snapshot, sequence.block_hashes[index])
@@ -392,14 +398,18 @@ class KVCacheManager:
 
         Returns:
             Number of leading tokens in the prefix cache, and the blocks of all tokens, with one reference each. The
-            blocks of the cached tokens must not be written. The list is empty if fewer than ``min_tokens`` tokens are
-            uncached. None if not enough blocks are free.
+            blocks of the cached tokens must not be written. The list is empty if fewer than ``min_tokens`` tokens would
+            have to be computed here. None if not enough blocks are free.
         """
         pool = self._device_pool
         hit = pool.find_longest_hit(hashes)
-        num_cached = len(hit) * pool.block_size
-        if num_tokens - num_cached < max(min_tokens, 1):
-            return num_cached, []
+        num_cached = num_usable = len(hit) * pool.block_size
+        if self.snapshots:  # blocks after the last state are no use
+            count = self.snapshots.find_longest(hashes[: len(hit)])[0]
+            count += self.offloading.find_state(hashes[count : len(hit)]) if self.offloading else 0
+            num_usable = count * pool.block_size
+        if num_tokens - num_usable < max(min_tokens, 1):
+            return num_usable, []
         count = pool.blocks_for(num_tokens) - len(hit)
         from_free = count + pool.num_free_among(hit)
         if pool.num_used:
@@ -489,7 +499,8 @@ class KVCacheManager:
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks on the device."""
         if self.offloading and sequence.block_hashes:
-            self.offloading.touch(sequence.block_hashes[: len(sequence.blocks)])
+            start = (sequence.num_cached_tokens or 0) // self._device_pool.block_size
+            self.offloading.touch(sequence.block_hashes[: len(sequence.blocks)], start)
             if self.snapshots and (snapshot := self.snapshots.get(sequence.last_snapshot)) is not None:
                 self.offloading.store_state(snapshot, sequence.last_snapshot)
         self._device_pool.release(sequence.blocks)

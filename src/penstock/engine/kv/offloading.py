@@ -11,7 +11,6 @@ States are stored at the end of prompts, where prompts diverge, and at the end o
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -23,6 +22,7 @@ import msgspec
 from penstock.checkpoint.kv_spec import CANONICAL_LAYOUT, TransferLayout
 from penstock.config.options import EngineOptions
 from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
 
 from ..sequence.plan import OffloadedBlock, OffloadedState, Plan
 from .block_hash import state_hashes
@@ -127,6 +127,8 @@ class KVOffloading:
             assert self._snapshots
             if self._snapshots.get(block_hash) != snapshot or self._has_state(block_hash):
                 continue
+            if self._host.num_slots - self._host.num_held < self._state_slots.number:
+                break  # ``allocate`` would evict all that is cached for a part of the state
             slots = self._host.allocate(self._state_slots.number)
             if len(slots) < self._state_slots.number:
                 self._host.release(slots)
@@ -217,11 +219,13 @@ class KVOffloading:
 
     # --- The tiers ----------------------------------------------------------------------------------------------------
 
-    def touch(self, block_hashes: Sequence[bytes]) -> None:
-        """Mark the blocks of a prefix, and the last state within it, as just used, the first block last, so that the
-        end of a prefix is evicted before its beginning."""
-        if self._state_slots.number and (count := self.find_state(block_hashes)):
-            block_hashes = [*block_hashes, *self._state_hashes(block_hashes[count - 1])]
+    def touch(self, block_hashes: Sequence[bytes], start: int = 0) -> None:
+        """Mark the blocks of a prefix as just used, the first block last, so that the end of a prefix is evicted before
+        its beginning. Also marks the last state within the prefix, and that after the first ``start`` blocks."""
+        if self._state_slots.number:
+            used = dict.fromkeys(count for count in (self.find_state(block_hashes), start) if count)
+            states = (self._state_hashes(block_hashes[count - 1]) for count in used if count <= len(block_hashes))
+            block_hashes = [*block_hashes, *(one for state in states for one in state)]
         self._host.touch(block_hashes)
         if self._disk:
             self._disk.keep(block_hashes[::-1])
@@ -315,6 +319,7 @@ def start_offloading(
     host: HostTier,
     snapshots: StateSnapshots | None = None,
     state_bytes: int = 0,
+    stages: Sequence[range] = (),
 ) -> KVOffloading:
     """Create a ``KVOffloading``, with the disk tier if the options enable it.
 
@@ -324,16 +329,19 @@ def start_offloading(
         fingerprint: ``ModelInfo.fingerprint``.
         device_pool: blocks of the KV cache.
         snapshots: snapshots of recurrent states; None for models without such states.
-        state_bytes: bytes of a sequence's recurrent states on each rank.
+        state_bytes: largest number of bytes of a sequence's recurrent states on a rank.
+        stages: layers of each pipeline stage.
 
     Raises ``PenstockError`` if the disk tier cannot be used.
     """
-    ranks = options.tensor_parallel_size, options.pipeline_parallel_size
-    count = -(-state_bytes // host.slot_bytes) * math.prod(ranks)
-    state_slots = StateSlots(count, msgspec.json.encode([*ranks, state_bytes]) if count else b"")
-    if count > host.num_slots:
-        size = count * host.slot_bytes
-        logger.warning("kv_offloading_size: a recurrent state takes %d bytes, which do not fit; raise it", size)
+    ranks = options.tensor_parallel_size
+    count = -(-state_bytes // host.slot_bytes) * ranks * options.pipeline_parallel_size
+    layout = [ranks, [layers.stop for layers in stages], state_bytes]
+    state_slots = StateSlots(count, msgspec.json.encode(layout) if count else b"")
+    if count >= host.num_slots:
+        size = (count + 1) * host.slot_bytes
+        message = f"must be at least {size} bytes, a recurrent state and the KV of one block"
+        raise invalid("kv_offloading_size", message, size)
     if not options.kv_offloading_disk_path:
         return KVOffloading(device_pool, host, None, snapshots, state_slots)
     layers = [(layout.kv_heads, layout.vector_bytes, layout.numbers) for layout in layouts]

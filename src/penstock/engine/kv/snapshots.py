@@ -41,7 +41,7 @@ class StateSnapshots:
         return bool(self._free)
 
     def get(self, block_hash: bytes) -> int | None:
-        """The snapshot of a hash; None if there is none."""
+        """Snapshot of the state after the block with a hash; None if the pool has no such state."""
         return self._by_hash.get(block_hash)
 
     def find_longest(self, hashes: Sequence[bytes]) -> tuple[int, int]:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 import msgspec
 
 from penstock.checkpoint.kv_spec import TransferLayout, transfer_layouts
+from penstock.checkpoint.model_config import ModelConfig
 from penstock.config.addresses import join_address, split_address
 from penstock.config.options import EngineOptions
 from penstock.core import Code, EngineRequest, PenstockError
 from penstock.core.errors import invalid
-from penstock.models.read_config import config_of
 from penstock.planning.kv_size import kv_specs
-from penstock.planning.model_size import model_size_of
-from penstock.planning.pipeline import split_layers
+from penstock.planning.model_size import size_of
 
 from ..executor.base import Executor
 from ..executor.cluster_secret import read_secret
@@ -34,10 +33,10 @@ from .sender import Cancelled
 
 
 def model_layouts(
-    options: EngineOptions, config_json: Mapping[str, Any], info: ModelInfo, slot_tokens: int = SLOT_TOKENS
+    options: EngineOptions, config: ModelConfig, info: ModelInfo, slot_tokens: int = SLOT_TOKENS
 ) -> list[TransferLayout]:
     """Layout in a slot of ``slot_tokens`` tokens, for each layer of the model."""
-    specs = kv_specs(model_size_of(config_json), slot_tokens, options.kv_cache_dtype, info.dtype)
+    specs = kv_specs(size_of(config), slot_tokens, options.kv_cache_dtype, info.dtype)
     return transfer_layouts(specs, slot_tokens)
 
 
@@ -67,15 +66,9 @@ def new_transfer_buffer(options: EngineOptions, layouts: list[TransferLayout], s
     return TransferBuffer(slots, [*offsets, slot_bytes], state_slots, has_tokens=bool(layouts))
 
 
-def _stages_of_layouts(options: EngineOptions, config_json: Mapping[str, Any], count: int) -> list[range]:
+def _stages_of_layouts(stages: Sequence[range], config: ModelConfig, count: int) -> list[range]:
     """Split the ``count`` layers that have keys and values among the pipeline stages."""
-    if options.pipeline_parallel_size == 1:
-        return [range(count)]
-    size, config = model_size_of(config_json), config_of(config_json)
-    stages = split_layers(
-        size, options.pipeline_parallel_size, options.pipeline_parallel_layers, options.quantization, options.dtype
-    )
-    ends = [sum(map(config.has_kv, range(layers.stop))) for layers in stages]
+    ends = [sum(map(config.has_kv, range(layers.stop))) for layers in stages[:-1]] + [count]
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -85,7 +78,8 @@ class KVConnector:
     Args:
         add: argument of ``KVExports``.
         adapter_version: argument of ``KVExports``.
-        state_bytes: bytes of a sequence's recurrent states on each rank.
+        state_bytes: largest number of bytes of a sequence's recurrent states on a rank.
+        stages: layers of each pipeline stage.
 
     Raises ``PenstockError`` (``invalid``) if the cluster secret is missing or a prefill engine cannot listen.
     """
@@ -93,7 +87,7 @@ class KVConnector:
     def __init__(
         self,
         options: EngineOptions,
-        config_json: Mapping[str, Any],
+        config: ModelConfig,
         info: ModelInfo,
         buffer: TransferBuffer,
         executor: Executor,
@@ -102,8 +96,9 @@ class KVConnector:
         add: Callable[[EngineRequest], None],
         adapter_version: Callable[[str], str],
         state_bytes: int = 0,
+        stages: Sequence[range],
     ) -> None:
-        layouts = model_layouts(options, config_json, info)
+        layouts = model_layouts(options, config, info)
         self.buffer = buffer
         self._weights_version = info.weights_version
         self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -114,9 +109,9 @@ class KVConnector:
             weights_version=info.weights_version,
             fingerprint=info.fingerprint,
             layers=[(layout.kv_heads, layout.vector_bytes, layout.numbers) for layout in layouts],
-            states=(options.tensor_parallel_size, options.pipeline_parallel_size, state_bytes)
+            states=(options.tensor_parallel_size, [layers.stop for layers in stages], state_bytes)
             if state_bytes
-            else (0, 0, 0),
+            else None,
         )
         host = options.kv_host or split_address(options.engine_address or "127.0.0.1:0", "engine_address")[0]
         transfer_options = KVTransferOptions(
@@ -126,13 +121,13 @@ class KVConnector:
             allow_fingerprint_mismatch=options.allow_fingerprint_mismatch,
             transport=options.kv_transport,
         )
-        stages = [
+        stages_of_layouts = [
             (layers, list(range(stage * options.tensor_parallel_size, (stage + 1) * options.tensor_parallel_size)))
-            for stage, layers in enumerate(_stages_of_layouts(options, config_json, len(layouts)))
+            for stage, layers in enumerate(_stages_of_layouts(stages, config, len(layouts)))
             if layers
         ]
         try:
-            self.endpoint = Endpoint(instance, buffer, stages, transfer_options, self._wake)
+            self.endpoint = Endpoint(instance, buffer, stages_of_layouts, transfer_options, self._wake)
         except OSError as error:
             message = f"cannot listen at {transfer_options.listen} for KV transfers: {error.strerror}; set another port"
             raise invalid("kv_port", message) from error

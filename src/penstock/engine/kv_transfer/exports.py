@@ -42,6 +42,8 @@ class _Export:
         self.needs_state = needs_state
         """True until the recurrent states after the prompt are being exported."""
         self.num_tokens = len(start.tokens)
+        self.is_repeated = False
+        """True if the prompt is computed again, for the recurrent states after it."""
         self.sequence: Sequence | None = None
         """The sequence that computes the prompt; None once all tokens are computed."""
         self.blocks: list[int] = []
@@ -135,9 +137,6 @@ class KVExports:
                 raise PenstockError(Code.UNAVAILABLE, "the prefill instance is stopping")
             if self.suspended:
                 raise PenstockError(Code.UNAVAILABLE, "the prefill instance is asleep; wake it up first")
-            if event.adapter and self._adapter_version(event.adapter) != event.adapter_version:
-                message = f"adapter {event.adapter!r} differs between the prefill and the decode instance"
-                raise PenstockError(Code.UNAVAILABLE, f"{message}: load the same adapter in both")
             if not 0 <= export.num_exported < export.num_tokens:
                 message = f"the transfer has no tokens: slot {event.first_slot} of {export.num_tokens} tokens"
                 raise PenstockError(Code.INVALID, message)
@@ -152,6 +151,9 @@ class KVExports:
     def _compute(self, export: _Export) -> None:
         """Add the request that computes the prompt. Raises ``PenstockError``."""
         start = export.start
+        if start.adapter and self._adapter_version(start.adapter) != start.adapter_version:
+            message = f"adapter {start.adapter!r} differs between the prefill and the decode instance"
+            raise PenstockError(Code.UNAVAILABLE, f"{message}: load the same adapter in both")
         request = EngineRequest(
             request_id=export.request_id,
             prompt=start.tokens,
@@ -161,6 +163,7 @@ class KVExports:
             cache_salt=start.cache_salt,
             priority=start.priority,
             deadline=export.deadline,
+            accepted=export.is_repeated,
             trace=start.trace,
         )
         self._add(request)
@@ -279,12 +282,17 @@ class KVExports:
         self._finish_if_exported(export)
 
     def _compute_state(self, export: _Export) -> None:
-        """Compute a prompt again after which no snapshot of the recurrent states was free, once one is free."""
-        if not self._kv.snapshots or not self._kv.snapshots.can_take:
+        """Compute a prompt again after which no snapshot of the recurrent states was free, once one is free. One prompt
+        at a time, as others could take the snapshot."""
+        is_late = export.deadline is not None and time.monotonic() > export.deadline
+        is_first = not any(each.is_repeated and each.sequence for each in self._exports.values())
+        if not is_late and not (is_first and self._kv.snapshots and self._kv.snapshots.can_take):
             return
         self._scheduler.device_pool.release(export.blocks)
-        export.blocks = []
+        export.blocks, export.is_repeated = [], True
         try:
+            if is_late:
+                raise PenstockError(Code.TIMEOUT, "the request timed out while it waited for a snapshot")
             self._compute(export)
         except PenstockError as error:
             del self._exports[export.request_id]

@@ -252,7 +252,7 @@ class KVImports:
             transfer=entry.transfer,
             request_id=request.log_name,
             tokens=tokens,
-            first_slot=entry.num_present // SLOT_TOKENS if buffer.has_tokens else 0,
+            first_slot=min(entry.num_present, entry.num_tokens - 1) // SLOT_TOKENS if buffer.has_tokens else 0,
             adapter=entry.adapter,
             adapter_version=request.adapter,
             cache_salt=request.cache_salt,

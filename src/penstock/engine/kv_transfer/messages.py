@@ -38,9 +38,10 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """``ModelInfo.fingerprint``: equal for engines with bit-identical results."""
     layers: list[tuple[int, int, str]]
     """Number of KV heads, bytes of a vector and its number format, for each layer."""
-    states: tuple[int, int, int] = (0, 0, 0)
-    """Numbers of tensor-parallel ranks and pipeline stages, and largest number of bytes of a sequence's recurrent
-    states on a rank. Ranks exchange their states as they are, so instances with such states need equal numbers."""
+    states: tuple[int, list[int], int] | None = None
+    """Number of tensor-parallel ranks, end of the layers of each pipeline stage, and largest number of bytes of a
+    sequence's recurrent states on a rank; None without such states. Ranks exchange their states as they are, so
+    instances need equal numbers."""
 
 
 # --- From D to P -----------------------------------------------------------------------------------------------------

@@ -168,11 +168,10 @@ def mismatch(here: Instance, there: Instance, allow_fingerprint_mismatch: bool) 
         message = "its KV cache has other layers, heads or dtypes than the prefill instance's"
         return f"{message} ({_describe(there)}, and {_describe(here)}): give both the same dtype and kv_cache_dtype"
     if there.states != here.states:
-        ranks, stages, _ = there.states
         return (
-            f"its recurrent states are on {ranks} ranks and {stages} pipeline stages, and the prefill instance's on "
-            f"{here.states[0]} and {here.states[1]}: give both the same tensor_parallel_size, "
-            "pipeline_parallel_size and pipeline_parallel_layers"
+            f"its recurrent states have another layout than the prefill instance's ({_describe_states(there)}, and "
+            f"{_describe_states(here)}): give both the same tensor_parallel_size, pipeline_parallel_size, "
+            "pipeline_parallel_layers and dtype"
         )
     if there.fingerprint != here.fingerprint and not allow_fingerprint_mismatch:
         return (
@@ -180,6 +179,13 @@ def mismatch(here: Instance, there: Instance, allow_fingerprint_mismatch: bool) 
             "to accept that, start both with --allow-fingerprint-mismatch"
         )
     return ""
+
+
+def _describe_states(instance: Instance) -> str:
+    if instance.states is None:
+        return "none"
+    ranks, ends, size = instance.states
+    return f"{ranks} ranks, stages that end before layers {', '.join(map(str, ends))}, {size} bytes a rank"
 
 
 def _describe(instance: Instance) -> str:

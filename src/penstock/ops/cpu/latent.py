@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import _kernels
 from ..batch import AttentionMetadata, AttentionOptions
+from .compressed import select_entries
 from .dtypes import DTYPE_CODES
 from .graph import empty
 from .kv_cache import LayerCache, attention
@@ -114,31 +114,5 @@ def select_keys(
     q: Tensor, weights: Tensor, cache: LayerCache, metadata: AttentionMetadata, top_k: int, scale: float
 ) -> AttentionMetadata:
     """See ``reference.select_keys``."""
-    spec, (tokens, heads, dim) = cache.spec, q.shape
-    assert q.is_contiguous() and weights.is_contiguous() and dim == spec.index_dim
-    starts, counts = empty((tokens + 1,), torch.int32), empty((tokens,), torch.int32)
-    slots = empty((tokens, top_k), torch.int32)
-    _kernels.select_keys(
-        q.data_ptr(),
-        weights.data_ptr(),
-        cache.data.data_ptr(),
-        metadata.block_tables.data_ptr(),
-        metadata.query_start_loc.data_ptr(),
-        metadata.seq_lens.data_ptr(),
-        starts.data_ptr(),
-        counts.data_ptr(),
-        slots.data_ptr(),
-        metadata.seq_lens.shape[0],
-        heads,
-        dim,
-        spec.head_dim,
-        spec.block_size,
-        metadata.block_tables.shape[1],
-        top_k,
-        scale,
-        DTYPE_CODES[q.dtype],
-        0,
-        0,
-        1,
-    )
-    return AttentionMetadata(starts, counts, slots)
+    assert q.shape[2] == cache.spec.index_dim
+    return select_entries(cache, metadata, len(q), 0, 0, top_k, q, weights, scale)
