@@ -101,6 +101,26 @@ LATENT |= {
 LATENT |= {"n_routed_experts": 4, "first_k_dense_replace": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SPARSE = LATENT | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_topk": 16}
 SPARSE |= {"index_n_heads": 2, "index_head_dim": 16, "n_group": 1, "topk_group": 1}
+DELTA_NET = DECODER | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+COMPRESSED = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "q_lora_rank": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "partial_rotary_factor": 0.5,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "max_position_embeddings": 512,
+}
 TENSOR = r"base_model\.\S+"
 Check = Callable[[str], None]
 """Raises ``PenstockError`` if a backend (a value of ``COLUMNS``) refuses the feature."""
@@ -269,6 +289,19 @@ def models() -> list[Feature]:
             f"models/models::{LOGPROBS}",
             f"{MORE}::tokens_of_latent_attention_equal_reference_backend",
             check=load(SPARSE),
+        ),
+        Feature(
+            "compressed attention (DeepSeek-V4)",
+            "models/compressed_attention::model_matches_transformers",
+            "models/compressed_attention::reference_ops_match_cpu_kernels",
+            check=load(COMPRESSED),
+        ),
+        Feature(
+            "[recurrent state](models.md#recurrent-state)",
+            "models/state_families::family_matches_transformers",
+            f"{MORE}::tokens_of_recurrent_layers_equal_reference_backend",
+            f"{MORE}::tokens_of_recurrent_layers_equal_reference_backend",
+            check=load(DELTA_NET),
         ),
         Feature(
             "[encoders](embeddings.md): embeddings",

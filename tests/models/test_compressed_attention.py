@@ -347,12 +347,6 @@ def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], message:
         read_config(tmp_path)
 
 
-def test_other_devices_are_refused_by_name(tmp_path: Path) -> None:
-    save_v4(tmp_path)
-    with pytest.raises(PenstockError, match="only supported on CPUs"):
-        load_model(tmp_path, reference, LoadOptions(device=torch.device("meta")))
-
-
 def test_hash_table_with_unknown_experts_is_refused(tmp_path: Path) -> None:
     save_v4(tmp_path)
     file = tmp_path / "model.safetensors"

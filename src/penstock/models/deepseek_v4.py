@@ -12,7 +12,6 @@ from torch import Tensor
 
 from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.checkpoint.model_config import ModelConfig
-from penstock.core import Code, PenstockError
 from penstock.layers import BuildContext, CompressedAttention, HasState, MixtureOfExperts, StreamWeights
 from penstock.ops import Batch, LayerExport, TransferLayout
 
@@ -79,9 +78,6 @@ class DeepseekV4(Decoder):
 
     def __init__(self, context: BuildContext, config: ModelConfig, num_mtp_heads: int = 0) -> None:
         assert config.compressed
-        if context.device.type != "cpu":
-            message = f"{config.architecture} is only supported on CPUs: use device cpu"
-            raise PenstockError(Code.UNSUPPORTED, message, "device")
         super().__init__(context, config)
         hyper = config.compressed.hyper
         self._streams = hyper.streams

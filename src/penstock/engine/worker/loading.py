@@ -76,12 +76,13 @@ def load_models(
         torch.cuda.set_device(device)
     config = read_config(folder, options.model_impl)
     backend = ops.backend(device, options.ops, options.batch_invariant)
-    if config.has_vision and device.type != "cpu":
-        message = f"device: {device} is not supported for models with image input; use cpu"
-        raise PenstockError(Code.UNSUPPORTED, message, "device")
-    if config.speech and device.type != "cpu":
-        message = f"device: {device} is not supported for speech-to-text models; use cpu"
-        raise PenstockError(Code.UNSUPPORTED, message, "device")
+    for is_limited, models in (
+        (config.has_vision, "models with image input"),
+        (config.speech, "speech-to-text models"),
+        (config.compressed, config.architecture),
+    ):
+        if is_limited and device.type != "cpu":
+            raise PenstockError(Code.UNSUPPORTED, f"device: {device} is not supported for {models}; use cpu", "device")
     quantization = KV_QUANTIZATION[options.kv_cache_dtype]
     # Fail before loading weights if the backend does not support the format.
     backend.new_kv_cache([KVSpec(1, 64, "float32", quantization=quantization)], 0, device)
