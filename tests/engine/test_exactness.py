@@ -104,9 +104,10 @@ KINDS = [
     "bfloat16 wint4-g32 int8",
     "float32 none auto states",
     "bfloat16 none int8 states",
+    f"float32 none auto {ONLY_STATES}",
     "bfloat16 none auto heads",
 ]
-"""Kinds of engines: data type, quantization of the weights, data type of the KV cache, and ``STATES`` or ``HEADS``."""
+"""Kinds of engines: data type, quantization of the weights, data type of the KV cache, and a mark."""
 SCHEDULES_PER_KIND = -(-SCHEDULES // len(KINDS))
 """Number of schedules per kind."""
 

@@ -178,10 +178,11 @@ def test_offloaded_blocks_differ_by_salt_adapter_and_weights(checkpoint: Path, t
 # --- Recurrent states -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["Qwen3Next", "Mamba2"])
+def recurrent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with recurrent states and attention, and one without keys and values."""
     folder = tmp_path_factory.mktemp("recurrent")
-    draw("Qwen3Next", 0, folder)
+    draw(request.param, 0, folder)
     return folder
 
 
@@ -215,7 +216,7 @@ def test_states_on_disk_are_found_after_restart(recurrent: Path, recurrent_expec
     files = written(recurrent, folder, num_state_snapshots=2)
     with opened(recurrent, kv_offloading_disk_path=str(folder), num_state_snapshots=2) as llm:
         assert generate(llm) == (recurrent_expected, [FULL] * 3)
-        assert counts(llm)["disk_hits"] == 3 * FULL
+        assert counts(llm)["disk_bytes_read"] > 0 and counts(llm)["disk_hits"] in (0, 3 * FULL)
         assert counts(llm)["disk_bytes_written"] == 0 and sorted(folder.iterdir()) == files
     with opened(recurrent, kv_offloading_disk_path=str(folder), tensor_parallel_size=2) as llm:
         assert generate(llm) == (recurrent_expected, [0, 0, 0])
@@ -226,7 +227,7 @@ def test_damaged_state_is_a_cache_miss(recurrent: Path, recurrent_expected: Resu
     """Each file of the folder is damaged in turn: a block or a part of a state."""
     intact = tmp_path / "intact"
     files = written(recurrent, intact)
-    for number, name in enumerate(sorted(file.name for file in files)[::7]):
+    for number, name in enumerate(sorted(file.name for file in files)[:: -(-len(files) // 6)]):
         folder = shutil.copytree(intact, tmp_path / str(number))
         flip_bit(folder / name)
         with opened(recurrent, kv_offloading_disk_path=str(folder)) as llm:

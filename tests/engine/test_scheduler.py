@@ -32,6 +32,7 @@ from penstock.core import (
 from penstock.engine.kv.block_pool import BlockPool
 from penstock.engine.kv.host_tier import HostTier
 from penstock.engine.kv.offloading import KVOffloading
+from penstock.engine.kv.swap_space import SwapSpace
 from penstock.engine.scheduling.prerequisites import Prerequisite
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.step_builder import add_drafts
@@ -276,7 +277,7 @@ def draw_scheduler(rng: Random, stages: int, depth: int) -> tuple[Scheduler, Hos
         static_decode_blocks=rng.randint(0, 3),
     )
     blocks = rng.randint(LONGEST // SIZE, 4 * LONGEST // SIZE)
-    pools = BlockPool(blocks, SIZE), BlockPool(rng.randint(0, 20), SIZE)
+    pools = BlockPool(blocks, SIZE), SwapSpace(rng.randint(0, 20), SIZE)
     tier = HostTier(rng.randint(1, 60), 1, SIZE) if options.enable_prefix_caching and rng.random() < 0.7 else None
     offloading = KVOffloading(pools[0], tier) if tier else None
     scheduler = Scheduler(options, *pools, pipeline_stages=stages, max_concurrent_batches=depth, offloading=offloading)
@@ -332,7 +333,7 @@ def test_results_are_the_same_under_any_schedule(seed: int) -> None:
             arrive()
 
     assert scheduler.device_pool.num_free == scheduler.device_pool.total
-    assert scheduler.host_pool is None or scheduler.host_pool.num_free == scheduler.host_pool.total
+    assert scheduler.swap_space is None or scheduler.swap_space.is_free
     assert tier is None or not tier.num_held
     if scheduler.options.batch_scheduler_policy == "guaranteed_no_evict":
         assert scheduler.num_preemptions == 0
@@ -595,7 +596,7 @@ def finish(engine: Scheduler, machine: Machine) -> dict[str, list[int]]:
 def test_swapped_sequence_waits_for_result_of_its_swap_out() -> None:
     """At depth 2, the device has room for the swapped sequence again before its swap-out step has failed."""
     options = SchedulerOptions(max_model_len=LONGEST, preemption_mode="swap", enable_prefix_caching=False)
-    engine, machine = Scheduler(options, BlockPool(14, SIZE), BlockPool(20, SIZE)), Machine()
+    engine, machine = Scheduler(options, BlockPool(14, SIZE), SwapSpace(20, SIZE)), Machine()
     swapped = request(2, 19, max_tokens=12)
     for new in (request(0, 12, max_tokens=8), request(1, 16, max_tokens=20), swapped):
         engine.add(new)
@@ -617,7 +618,7 @@ def test_swapped_sequence_waits_for_result_of_its_swap_out() -> None:
     rest = finish(engine, machine)["2"]
     assert rest == expected[-len(rest) :]
     assert engine.device_pool.num_free == engine.device_pool.total
-    assert engine.host_pool and engine.host_pool.num_free == engine.host_pool.total
+    assert engine.swap_space and engine.swap_space.is_free
 
 
 def test_beams_survive_failure_of_a_step_without_them() -> None:

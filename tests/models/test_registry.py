@@ -99,8 +99,8 @@ def test_layers_may_have_different_numbers_of_kv_heads(families: None, tmp_path:
     block = 16 * (2 + 1 + 1) * 2 * 16 * 4  # tokens, heads, keys and values, head size, bytes per number
     assert sum(spec.bytes_per_block for spec in specs) == block
     assert llm.engine.scheduler.device_pool.total == 2**20 // block
-    host = LLM(tmp_path, **OPTIONS | options, preemption_mode="swap", swap_space=2**-10).engine.scheduler.host_pool
-    assert host and host.total == 2**20 // block
+    host = LLM(tmp_path, **OPTIONS | options, preemption_mode="swap", swap_space=2**-10).engine.scheduler.swap_space
+    assert host and host.num_blocks == 2**20 // block
 
 
 def test_unknown_architecture_is_refused(tmp_path: Path) -> None:

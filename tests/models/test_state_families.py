@@ -49,6 +49,10 @@ NOT_BY_PEFT = ("Mamba", "Mamba2", "FalconMamba", "NemotronH", "FalconH1")
 """Families whose ``out_proj`` PEFT refuses to change."""
 MTP = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 """Families with an MTP layer."""
+WITHOUT_ATTENTION = ("Mamba", "Mamba2", "FalconMamba")
+"""Families that are never preempted for KV blocks."""
+PREEMPTED = sorted({*FAMILIES}.difference(WITHOUT_ATTENTION), key=lambda family: (family != "FalconH1", family))
+"""The other families, first that of whose drafts most are accepted."""
 NGRAMS = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "adaptive": False})
 
 
@@ -114,6 +118,32 @@ def test_prompts_of_a_prefill_instance_give_same_outputs(family: str, stages: in
                 found[delta.request_id] += delta.token_ids
         assert [[tokens] for tokens in found.values()] == [[tokens for tokens, _ in each] for each in expected]
         assert decode.kv_connector.counts["completed"] == count * len(REPEATED)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", PREEMPTED)
+def test_swapped_sequences_continue_from_their_states(family: str, ranks: int, tmp_path: Path) -> None:
+    """Drafts of the last step may be accepted, but not yet applied, when a sequence is swapped out."""
+    draw(family, 0, tmp_path)
+    sampling = GREEDY.replace(max_tokens=60)
+    expected = outputs(tmp_path, sampling, REPEATED, num_gpu_blocks_override=400)
+    swapping = {"preemption_mode": "swap", "swap_space": 0.1, "enable_prefix_caching": False}
+    few_blocks = {"max_model_len": 144, "num_gpu_blocks_override": 15}
+    options = OPTIONS | swapping | few_blocks | {"tensor_parallel_size": ranks, "speculative_config": NGRAMS}
+    engine = Engine(EngineOptions(model=str(tmp_path), **options))
+    for number, prompt in enumerate(REPEATED):
+        engine.add(EngineRequest(request_id=str(number), prompt=prompt, sampling=sampling))
+    found: dict[str, list[int]] = {str(number): [] for number in range(len(REPEATED))}
+    num_swapped = 0
+    while engine.busy:
+        for delta in engine.step():
+            assert not delta.failure, delta
+            found[delta.request_id] += delta.token_ids
+        num_swapped = max(num_swapped, engine.scheduler.num_swapped)
+    engine.close()
+    assert num_swapped > 0
+    assert [[tokens] for tokens in found.values()] == [[tokens for tokens, _ in each] for each in expected]
 
 
 @pytest.mark.slow_after(1)

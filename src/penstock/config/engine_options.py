@@ -39,8 +39,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """inflight: requests join the running batch at any step. static: requests start only after all running ones have
     finished."""
     preemption_mode: Literal["recompute", "swap"] = "recompute"
-    """recompute: compute preempted sequences again. swap: move their KV blocks to host memory while swap_space has
-    room."""
+    """recompute: compute preempted sequences again. swap: move their KV blocks and recurrent states to
+    host memory while swap_space has room."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of common prefixes."""
     enable_chunked_prefill: bool = True
@@ -223,7 +223,8 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     """Continue requests on engines whose results may differ in their last bits: other kernels or weights, or kernels
     that are not batch-invariant. Otherwise such requests fail."""
     swap_space: Annotated[float, option("GiB", ge=0)] = 4.0
-    """Host memory for KV blocks of preempted sequences (with preemption_mode swap)."""
+    """Host memory for KV blocks of preempted sequences, and recurrent states in at most half of it (with preemption_mode
+    swap)."""
     kv_offloading_size: Annotated[float, option("GiB", ge=0, le=2**20)] = 0.0
     """Host memory of each engine for cached prefixes, which stay there when their KV blocks are reused; 0: none, or 1
     GiB with kv_offloading_disk_path. It does not change results."""

@@ -44,9 +44,10 @@ from .executor.start import start_executor
 from .guided import BitmaskBuilder, Grammar, GrammarCompiler
 from .guided.reasoning_guide import make_guide
 from .kv.block_pool import BlockPool
-from .kv.memory import count_blocks, count_host_blocks, count_snapshots
+from .kv.memory import count_blocks, count_snapshots, swap_sizes
 from .kv.offloading import KVOffloading, new_host_tier, start_offloading
 from .kv.snapshots import StateSnapshots
+from .kv.swap_space import SwapSpace
 from .kv_transfer.connector import KVConnector, model_layouts, new_transfer_buffer
 from .lora import LoRAManager
 from .request_spans import RequestSpans
@@ -163,7 +164,7 @@ class Engine:
             blocks = min(blocks, scratch_blocks(options, self._max_concurrent_batches))
         self.num_allocated_blocks = blocks
         """Number of KV blocks on the device, with those of draft token trees."""
-        host_blocks = count_host_blocks(options, self._memory)
+        swap = swap_sizes(options, self._memory)
         speculative = SpeculativeConfig.read(options.speculative_config)
         self._transfer_buffer = None
         if options.role != "mixed":
@@ -171,7 +172,7 @@ class Engine:
                 options, model_layouts(options, self._config, info), self._memory.state_bytes
             )
         layouts = model_layouts(options, self._config, info, options.block_size)
-        host_tier = new_host_tier(options, layouts)
+        host_tier = new_host_tier(options, layouts, self._memory.state_bytes)
         transfer = self._transfer_buffer.memory if self._transfer_buffer else None
         offload = host_tier.memory if host_tier else None
         num_snapshots = count_snapshots(options, self._memory)
@@ -181,9 +182,10 @@ class Engine:
             )
             raise invalid("num_state_snapshots", message, 1)
         self._executor.run(
-            InitCache(blocks, host_blocks, transfer, num_snapshots, offload)
+            InitCache(blocks, swap.blocks, transfer, num_snapshots, swap.states, offload)
         )  # raises if memory is too small
-        snapshots = StateSnapshots(num_snapshots) if self._memory.state_bytes else None
+        has_kv = self._memory.host_block_bytes > 0
+        snapshots = StateSnapshots(num_snapshots, needs_kv=has_kv) if self._memory.state_bytes else None
         device_pool = BlockPool(blocks - _tree_blocks(speculative, options, blocks), options.block_size)
         self.kv_offloading: KVOffloading | None = None
         """Host and disk tiers of the prefix cache; None without them."""
@@ -201,7 +203,9 @@ class Engine:
         self.scheduler = Scheduler(
             scheduling,
             device_pool,
-            BlockPool(host_blocks, options.block_size) if host_blocks else None,
+            SwapSpace(swap.blocks, options.block_size, swap.states if self._memory.state_bytes else None)
+            if swap.blocks
+            else None,
             weights=info.weights_version,
             pipeline_stages=options.pipeline_parallel_size,
             max_concurrent_batches=self._max_concurrent_batches,
@@ -301,8 +305,7 @@ class Engine:
             cache.prompt_blocks,
         )
         num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
-        swapped = count_host_blocks(options, self._memory) * self._memory.host_block_bytes
-        tiers = options.host_tier_bytes + swapped * num_ranks
+        tiers = options.host_tier_bytes + swap_sizes(options, self._memory).bytes * num_ranks
         self.host_bytes = weights + cache.bytes * num_ranks + tiers if on_cpu else 0
         """Bytes of host memory for weights and all tiers of the KV cache on all ranks; 0 on a GPU."""
 

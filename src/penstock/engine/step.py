@@ -85,6 +85,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """Snapshot of the recurrent state after ``num_computed`` tokens; -1: the state before the first token."""
     state_slots: list[int] = []
     """Slots of the host tier from which the snapshot is loaded first (``StoredState.slots``); empty: it is valid."""
+    swapped_state: int = -1
+    """Slot of the swap space with the recurrent state of a swapped sequence; -1: it starts from ``snapshot``."""
 
 
 class StoredState(msgspec.Struct, array_like=True):
@@ -107,6 +109,8 @@ class RowUpdates(msgspec.Struct, omit_defaults=True):
     """Snapshots of recurrent states to copy to the host tier."""
     swap_out: np.ndarray = EMPTY
     """``[2 * n]``: device block and host block of each block swapped out."""
+    state_swap_out: np.ndarray = EMPTY
+    """``[2 * n]``: row, and slot of the swap space, of each recurrent state swapped out."""
     swap_in: np.ndarray = EMPTY
     """``[2 * n]``: host block and device block of each block swapped in."""
     copies: np.ndarray = EMPTY
@@ -249,6 +253,8 @@ class InitCache(msgspec.Struct, array_like=True, tag=True):
     """Transfer buffer for ``ExportKV`` and ``ImportKV``; None without KV transfers."""
     snapshots: int = 0
     """Number of snapshots of recurrent states."""
+    swapped_states: int = 0
+    """Number of slots for recurrent states of swapped sequences in host memory."""
     offload: TransferMemory | None = None
     """Host tier of the prefix cache, for ``RowUpdates.stores`` and ``loads``; None without a host tier."""
 
@@ -441,6 +447,8 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     """Bytes of a block in the host tier, which stores only the model's KV, not the draft model's."""
     state_bytes: int = 0
     """Bytes of a snapshot of a sequence's recurrent states; 0 without such states."""
+    swapped_state_bytes: int = 0
+    """Bytes of the recurrent states of a swapped sequence, with inputs of drafts."""
 
 
 def sum_states(states: np.ndarray, total: np.ndarray | float = 0.0) -> np.ndarray | float:

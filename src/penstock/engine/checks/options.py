@@ -74,17 +74,11 @@ def _check_vision(options: EngineOptions, config: ModelConfig, speculative: Spec
 def _check_states(options: EngineOptions, config: ModelConfig, speculative: SpeculativeConfig | None) -> None:
     """Raise ``PenstockError`` (``unsupported``) for options that models with recurrent state do not support."""
     unsupported = {
-        "kv_offloading_size": (
-            options.host_tier_bytes > 0 and not any(map(config.has_attention, range(config.num_layers))),
-            "it has no keys and values",
-        ),
         "speculative_config": (
             speculative is not None and speculative.tree is not None,
             "its token tree has several paths, but a sequence has one state; remove speculative_token_tree",
         ),
     }
-    if options.preemption_mode == "swap":
-        logger.warning("preemption_mode swap: recurrent states are not swapped; preempted sequences are recomputed")
     for name, (is_given, reason) in unsupported.items():
         if is_given:
             message = f"{name}: {getattr(options, name)} is not supported for {config.architecture}: {reason}"

@@ -328,6 +328,7 @@ def _smallest(profiles: list[MemoryProfile]) -> MemoryProfile:
         block_bytes=block_bytes,
         host_block_bytes=max(profile.host_block_bytes for profile in profiles),
         state_bytes=state_bytes,
+        swapped_state_bytes=max(profile.swapped_state_bytes for profile in profiles),
     )
 
 

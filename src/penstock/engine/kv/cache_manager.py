@@ -77,10 +77,9 @@ class BlockDemand(NamedTuple):
 
 
 class KVCacheManager:
-    """Manages the blocks of sequences, on the device and in host memory.
+    """Manages the blocks of sequences on the device.
 
     Args:
-        host_pool: blocks in host memory, to which sequences are swapped out; None without swapping.
         weights: version of the weights, part of the prefix cache's hashes.
         snapshots: snapshots of recurrent states; None for models without such states.
 
@@ -91,7 +90,6 @@ class KVCacheManager:
         self,
         options: SchedulerOptions,
         device_pool: BlockPool,
-        host_pool: BlockPool | None,
         weights: str,
         offloading: KVOffloading | None = None,
         snapshots: StateSnapshots | None = None,
@@ -105,7 +103,6 @@ class KVCacheManager:
             )
         self._options = options
         self._device_pool = device_pool
-        self._host_pool = host_pool
         self._weights = weights
         self.offloading = offloading
         """Host and disk tiers of the prefix cache; None without tiers."""
@@ -170,11 +167,12 @@ class KVCacheManager:
         count = len(blocks) + num_loaded
         if self.snapshots is None:
             return CacheHit(count * size, blocks, num_loaded)
-        usable, snapshot = self.snapshots.find_longest(hashes[:count])
-        more = self.offloading.find_state(hashes[usable:count]) if self.offloading and self.snapshots.can_take else 0
+        known = hashes[:count] if self.snapshots.needs_kv else hashes
+        usable, snapshot = self.snapshots.find_longest(known)
+        more = self.offloading.find_state(known[usable:]) if self.offloading and self.snapshots.can_take else 0
         usable += more
         fork_at = count * size if usable < count else 0
-        num_loaded = max(usable - len(blocks), 0)
+        num_loaded = min(max(usable - len(blocks), 0), num_loaded)
         return CacheHit(usable * size, blocks[:usable], num_loaded, snapshot, more > 0, fork_at)
 
     def allocate(self, sequence: Sequence, hit: CacheHit, count: int, alone: bool) -> Loads | None:
@@ -202,19 +200,20 @@ class KVCacheManager:
             slots = self.offloading.hold(sequence.block_hashes[loaded.start : loaded.stop])
             if len(slots) < len(loaded):  # a block was evicted meanwhile
                 return None
-            if hit.loads_state and not (states := self.offloading.load_state(sequence.block_hashes[loaded.stop - 1])):
+            if hit.loads_state and not (states := self.offloading.load_state(self._last_hash(sequence, hit))):
                 self.offloading.release(slots)
                 return None
             self.offloading.num_queries += len(sequence.tokens) // pool.block_size - len(hit.blocks)
         pool.incref(hit.blocks)
         if self.offloading and hit.snapshot >= 0 and sequence not in self._imported:
-            self.offloading.store_state(hit.snapshot, sequence.block_hashes[len(hit.blocks) + hit.num_loaded - 1])
+            self.offloading.store_state(hit.snapshot, self._last_hash(sequence, hit))
         if sequence in self._imported:
             self._drop(sequence)
         else:
             self.num_hit_blocks += len(hit.blocks)
         sequence.snapshot, sequence.fork_at = states[0].snapshot if states else hit.snapshot, hit.fork_at
         sequence.state_slots = states[0].slots if states else []
+        sequence.swapped_state = -1
         sequence.blocks = hit.blocks + pool.allocate(demand.total - len(hit.blocks))
         sequence.allocated_blocks += demand.total - len(hit.blocks)
         self._reserve(sequence, demand.reserved)
@@ -223,6 +222,10 @@ class KVCacheManager:
             for index, slot in zip(loaded, slots, strict=True)
         ]
         return Loads(blocks, states)
+
+    def _last_hash(self, sequence: Sequence, hit: CacheHit) -> bytes:
+        """Hash of the last block of a cache hit."""
+        return sequence.block_hashes[hit.num_computed // self._device_pool.block_size - 1]
 
     def _block_demand(self, sequence: Sequence, hit: CacheHit, count: int) -> BlockDemand:
         """Blocks that a waiting sequence needs for its cache ``hit`` and ``count`` tokens after it."""
@@ -371,6 +374,7 @@ class KVCacheManager:
         num_known += self.offloading.count(hashes[num_known:])
         num_usable = 0
         if self.snapshots:
+            num_known = num_known if self.snapshots.needs_kv else len(hashes)
             num_usable = self.snapshots.find_longest(hashes[:num_known])[0]
             num_usable += self.offloading.find_state(hashes[num_usable:num_known])
         return self.offloading.read(hashes, num_known, num_usable)
@@ -490,7 +494,7 @@ class KVCacheManager:
                 shared_blocks = beam.num_scheduled // self._device_pool.block_size
                 self._reserve(beam, self._device_pool.blocks_for(beam.max_len) - shared_blocks)
 
-    # --- A sequence stops or is swapped -------------------------------------------------------------------------------
+    # --- A sequence stops ---------------------------------------------------------------------------------------------
 
     def unreserve(self, sequence: Sequence) -> None:
         """Cancel the reservation of a sequence."""
@@ -505,26 +509,6 @@ class KVCacheManager:
                 self.offloading.store_state(snapshot, sequence.last_snapshot)
         self._device_pool.release(sequence.blocks)
         sequence.blocks = []
-
-    def release_host(self, sequence: Sequence) -> None:
-        """Free the host blocks of a swapped sequence."""
-        if self._host_pool:
-            self._host_pool.release(sequence.host_blocks)
-        sequence.host_blocks = []
-
-    def swap_out(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Allocate host blocks for all blocks of a sequence. Returns the blocks to copy as (device, host); empty if
-        swapping is off, or not enough host blocks are free."""
-        if not self._host_pool or len(sequence.blocks) > self._host_pool.num_free:
-            return []
-        sequence.host_blocks = self._host_pool.allocate(len(sequence.blocks))
-        return list(zip(sequence.blocks, sequence.host_blocks, strict=True))
-
-    def swap_in(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Free a sequence's host blocks. Returns the blocks that the same step has to copy as (host, device)."""
-        copies = list(zip(sequence.host_blocks, sequence.blocks, strict=False))
-        self.release_host(sequence)
-        return copies
 
     def _update_block_hashes(self, sequence: Sequence, new_token_ids: list[int] | None = None) -> None:
         """Hash the full blocks of a sequence's tokens followed by ``new_token_ids``."""

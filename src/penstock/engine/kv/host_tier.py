@@ -20,8 +20,8 @@ HEADER_BYTES = 16384
 
 
 class HostTier:
-    """Slots of one block each, with all layers and heads, in the canonical layout (``TransferLayout``). The least
-    recently used slot without references is evicted first.
+    """Slots of one block each, with all layers and heads, in the canonical layout (``TransferLayout``), or with a part
+    of a recurrent state. The least recently used slot without references is evicted first.
 
     Thread-safe. The holder of a reference (``hold``, ``allocate``) may access the slot's data.
 
@@ -35,7 +35,7 @@ class HostTier:
 
     def __init__(self, size: int, slot_bytes: int, block_size: int) -> None:
         if size < slot_bytes:
-            message = f"must be at least {slot_bytes} bytes, the KV of one block, is {size} bytes"
+            message = f"must be at least {slot_bytes} bytes, one slot of the host tier, is {size} bytes"
             raise invalid("kv_offloading_size", message, slot_bytes)
         self.slot_bytes = slot_bytes
         self._pool = BlockPool(size // slot_bytes, block_size)

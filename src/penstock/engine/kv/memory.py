@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
 from penstock.planning.host_memory import FREE_SHARE, free_host_bytes
@@ -40,7 +42,7 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
         unused = (1 - options.gpu_memory_utilization) * profile.total
         room = int(profile.free * share if share else profile.free - unused)
     else:
-        swapped = count_host_blocks(options, profile) * profile.host_block_bytes
+        swapped = swap_sizes(options, profile).bytes
         offloaded = options.host_tier_bytes // (options.tensor_parallel_size * options.pipeline_parallel_size)
         room = int(profile.free * (1.0 if sequences else share or FREE_SHARE)) - swapped - offloaded
         if room < size <= room + offloaded:
@@ -74,9 +76,24 @@ def count_snapshots(options: EngineOptions, profile: MemoryProfile) -> int:
     return min(fitting, SNAPSHOTS_PER_SEQUENCE * options.max_num_seqs)
 
 
-def count_host_blocks(options: EngineOptions, profile: MemoryProfile) -> int:
-    """Number of blocks in host memory for swapping: ``swap_space``, with ``preemption_mode`` ``swap``; else 0.
-    Recurrent states are not swapped: sequences with a state are recomputed."""
-    if options.preemption_mode != "swap" or profile.state_bytes:
-        return 0
-    return int(options.swap_space * 2**30) // profile.host_block_bytes
+class SwapSizes(NamedTuple):
+    """Sizes of the swap space of a rank."""
+
+    blocks: int
+    """Number of KV blocks."""
+    states: int
+    """Number of recurrent states; 0 for models without such states."""
+    bytes: int
+    """Bytes of blocks and states."""
+
+
+def swap_sizes(options: EngineOptions, profile: MemoryProfile) -> SwapSizes:
+    """Sizes for ``swap_space`` with ``preemption_mode`` ``swap``; else zeros. Recurrent states take at most half of it.
+    Sequences of models without keys and values are never swapped, since they are not preempted for blocks."""
+    if options.preemption_mode != "swap" or not profile.host_block_bytes:
+        return SwapSizes(0, 0, 0)
+    space, states = int(options.swap_space * 2**30), 0
+    if size := profile.swapped_state_bytes:
+        states = min(space // 2 // size, options.max_num_seqs)
+    blocks = (space - states * size) // profile.host_block_bytes
+    return SwapSizes(blocks, states, states * size + blocks * profile.host_block_bytes)

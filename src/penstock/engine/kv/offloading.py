@@ -94,7 +94,10 @@ class KVOffloading:
         return bool(self._pending or self._pending_states)
 
     def store(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Store blocks of the device's prefix cache with the next step, except blocks in the host tier."""
+        """Store blocks of the device's prefix cache with the next step, except blocks in the host tier. Ignored for
+        models without attention, whose blocks are empty."""
+        if self._snapshots and not self._snapshots.needs_kv:
+            return
         for block, block_hash in zip(blocks, block_hashes, strict=True):
             if not self._host.contains(block_hash):
                 self._pending[block] = block_hash
@@ -291,11 +294,13 @@ class KVOffloading:
         self._finalizer()
 
 
-def new_host_tier(options: EngineOptions, layouts: Sequence[TransferLayout]) -> HostTier | None:
+def new_host_tier(options: EngineOptions, layouts: Sequence[TransferLayout], state_bytes: int = 0) -> HostTier | None:
     """Create the host tier; None if the options do not enable it.
 
     Args:
-        layouts: layout of each layer in a slot of ``block_size`` tokens.
+        layouts: layout of each layer in a slot of ``block_size`` tokens; empty for models without attention, for which
+            a slot holds the recurrent state of a rank.
+        state_bytes: largest number of bytes of a sequence's recurrent states on a rank.
 
     Raises ``PenstockError`` with several nodes or Ray, or if the memory is smaller than one block.
     """
@@ -306,8 +311,10 @@ def new_host_tier(options: EngineOptions, layouts: Sequence[TransferLayout]) -> 
     if options.nnodes > 1 or options.distributed_executor_backend == "ray":
         message = "kv_offloading_size: not supported with nnodes > 1 or on Ray; all ranks must be on one node"
         raise PenstockError(Code.UNSUPPORTED, message, "kv_offloading_size")
-    host = HostTier(options.host_tier_bytes, layouts[0].slot_bytes, options.block_size)
-    logger.info("prefix cache: %d blocks of %d bytes in host memory", host.num_slots, host.slot_bytes)
+    slot_bytes = layouts[0].slot_bytes if layouts else state_bytes
+    host = HostTier(options.host_tier_bytes, slot_bytes, options.block_size)
+    message = "prefix cache: %d %s of %d bytes in host memory"
+    logger.info(message, host.num_slots, "blocks" if layouts else "recurrent states", slot_bytes)
     return host
 
 
@@ -329,7 +336,7 @@ def start_offloading(
         fingerprint: ``ModelInfo.fingerprint``.
         device_pool: blocks of the KV cache.
         snapshots: snapshots of recurrent states; None for models without such states.
-        state_bytes: largest number of bytes of a sequence's recurrent states on a rank.
+        state_bytes: argument of ``new_host_tier``.
         stages: layers of each pipeline stage.
 
     Raises ``PenstockError`` if the disk tier cannot be used.
@@ -338,8 +345,8 @@ def start_offloading(
     count = -(-state_bytes // host.slot_bytes) * ranks * options.pipeline_parallel_size
     layout = [ranks, [layers.stop for layers in stages], state_bytes]
     state_slots = StateSlots(count, msgspec.json.encode(layout) if count else b"")
-    if count >= host.num_slots:
-        size = (count + 1) * host.slot_bytes
+    if host.num_slots < (needed := count + bool(layouts)):
+        size = needed * host.slot_bytes
         message = f"must be at least {size} bytes, a recurrent state and the KV of one block"
         raise invalid("kv_offloading_size", message, size)
     if not options.kv_offloading_disk_path:

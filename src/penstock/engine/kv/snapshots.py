@@ -12,9 +12,12 @@ class StateSnapshots:
 
     Args:
         count: number of snapshots.
+        needs_kv: False for models without attention, whose sequences can start from a state alone.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, needs_kv: bool = True) -> None:
+        self.needs_kv = needs_kv
+        """True if a sequence that starts from a state needs the keys and values of the tokens before it."""
         self.total = count
         """Number of snapshots."""
         self._free = list(range(count))

@@ -39,7 +39,7 @@ class Planner:
     ) -> None:
         self._options, self._device_pool, self._kv = state.options, state.device_pool, state.kv
         self._running, self._waiting, self._groups = state.running, state.waiting, state.groups
-        self._encoder_cache = state.encoder_cache
+        self._swap_space, self._encoder_cache = state.swap_space, state.encoder_cache
         self._preemption = preemption
         self._admission = admission
         self._pipeline_stages = pipeline_stages
@@ -209,7 +209,8 @@ class Planner:
         plan.state_loads += loads.states
         self._waiting.remove(sequence)
         if sequence.state is State.SWAPPED:
-            plan.swap_in += self._kv.swap_in(sequence)
+            assert self._swap_space
+            plan.swap_in += self._swap_space.swap_in(sequence)
         if sequence.num_cached_tokens is None:
             imported = sequence.num_imported
             self._admission.record_start(sequence, hit.num_computed if imported is None else imported)

@@ -12,8 +12,8 @@ from .state import SchedulerState
 class Preemption:
     """Preempts running sequences, the last in scheduling order first, and counts them.
 
-    With ``preemption_mode`` ``swap`` and enough free host blocks, a sequence's blocks are swapped out; otherwise the
-    sequence is recomputed. The beams of a request are preempted together, and their search is restarted.
+    With ``preemption_mode`` ``swap`` and enough swap space, a sequence's blocks and recurrent state are swapped out;
+    otherwise the sequence is recomputed. The beams of a request are preempted together, and their search is restarted.
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -21,7 +21,7 @@ class Preemption:
         """Number of preemptions since the engine started; the beams of a request count once."""
         self.num_sequences = 0
         """Number of sequences that were preempted at least once since the engine started."""
-        self._swaps = state.options.preemption_mode == "swap"
+        self._swap_space = state.swap_space if state.options.preemption_mode == "swap" else None
         self._device_pool, self._kv, self._builder = state.device_pool, state.kv, state.builder
         self._running, self._waiting, self._groups = state.running, state.waiting, state.groups
 
@@ -66,9 +66,10 @@ class Preemption:
                 self._recompute_swapped(sequence)
 
     def _recompute_swapped(self, sequence: Sequence) -> None:
-        """Release the host blocks of a swapped sequence, and queue it to be recomputed."""
+        """Free the swap space of a sequence, and queue it to be recomputed."""
         self._waiting.remove(sequence)
-        self._kv.release_host(sequence)
+        assert self._swap_space
+        self._swap_space.release(sequence)
         sequence.reset_computed()
         self._waiting.push(sequence)
 
@@ -99,8 +100,9 @@ class Preemption:
                 self._running.free(other)
             group.restart_search(self._device_pool.block_size)
             self._builder.drop_beam_steps(group.request.request_id)
-        elif plan is not None and self._swaps and (copies := self._kv.swap_out(victim)):
-            plan.swap_out += copies
+        elif plan is not None and self._swap_space and (copies := self._swap_space.swap_out(victim)):
+            plan.swap_out += copies.blocks
+            plan.state_swap_out += copies.states
             plan.swapped.append(victim)
             victim.state, victim.swapping_out = State.SWAPPED, True
         if victim.state is not State.SWAPPED:

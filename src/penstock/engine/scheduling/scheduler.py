@@ -24,6 +24,7 @@ from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import KVCacheManager
 from ..kv.offloading import KVOffloading
 from ..kv.snapshots import StateSnapshots
+from ..kv.swap_space import SwapSpace
 from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence, State
 from ..spec_decode.speculation import Speculation
@@ -52,7 +53,7 @@ class Scheduler:
 
     Args:
         device_pool: blocks of the KV cache.
-        host_pool: blocks in host memory, to which sequences are swapped out; None without swapping.
+        swap_space: host memory to which sequences are swapped out; None without swapping.
         weights: version of the weights, part of the prefix cache's hashes.
         pipeline_stages: number of pipeline stages of the workers. Each step computes ``1 / pipeline_stages`` of the
             running sequences, so that every stage has a step to compute.
@@ -67,7 +68,7 @@ class Scheduler:
         self,
         options: SchedulerOptions,
         device_pool: BlockPool,
-        host_pool: BlockPool | None = None,
+        swap_space: SwapSpace | None = None,
         weights: str = "",
         pipeline_stages: int = 1,
         max_concurrent_batches: int = 1,
@@ -76,7 +77,7 @@ class Scheduler:
     ) -> None:
         self.options = options
         self.device_pool = device_pool
-        self.host_pool = host_pool
+        self.swap_space = swap_space
         self.speculation: Speculation | None = None
         """Speculative decoding; None if it is off."""
         self.encoder_cache = EncoderCache(options.encoder_cache_size, options.max_num_batched_tokens)
@@ -90,11 +91,19 @@ class Scheduler:
         self._groups: dict[str, SequenceGroup] = {}
         self._by_uid: dict[int, str] = {}
         """Request ids by ``EngineRequest.uid``."""
-        self.kv = KVCacheManager(options, device_pool, host_pool, weights, offloading, snapshots)
+        self.kv = KVCacheManager(options, device_pool, weights, offloading, snapshots)
         self.waiting = WaitingQueue(options.scheduling_policy == "priority", options.long_prefill_token_threshold)
         self.running = RunningBatch(options.max_num_seqs, self.kv, self.waiting.schedule_key)
         state = SchedulerState(
-            options, device_pool, self.kv, self.waiting, self.running, self._groups, self.encoder_cache, self.builder
+            options,
+            device_pool,
+            swap_space,
+            self.kv,
+            self.waiting,
+            self.running,
+            self._groups,
+            self.encoder_cache,
+            self.builder,
         )
         self.admission = Admission(state)
         self._preemption = Preemption(state)
@@ -278,7 +287,8 @@ class Scheduler:
             self.running.remove(sequence)
         elif not self.admission.remove_sequence(sequence):
             self.waiting.remove(sequence)
-            self.kv.release_host(sequence)
+            if self.swap_space:
+                self.swap_space.release(sequence)
             self.kv.release_imported(sequence)
         sequence.state = State.FINISHED
         self.running.free(sequence)

@@ -8,6 +8,7 @@ from penstock.config.options import SchedulerOptions
 
 from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import KVCacheManager
+from ..kv.swap_space import SwapSpace
 from .encoder_cache import EncoderCache
 from .running import RunningBatch
 from .sequence_group import SequenceGroup
@@ -22,6 +23,8 @@ class SchedulerState:
     options: SchedulerOptions
     device_pool: BlockPool
     """Blocks of the KV cache."""
+    swap_space: SwapSpace | None
+    """Host memory of preempted sequences; None without swapping."""
     kv: KVCacheManager
     waiting: WaitingQueue
     running: RunningBatch

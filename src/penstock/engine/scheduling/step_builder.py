@@ -99,6 +99,7 @@ class StepBuilder:
             _pairs([(one.block, one.slot) for one in plan.stores]),
             [StoredState(one.snapshot, one.slots) for one in plan.state_stores],
             _pairs(plan.swap_out),
+            _pairs(plan.state_swap_out),
             _pairs(plan.swap_in),
             _pairs(plan.copies),
             _pairs([(one.slot, one.block) for one in plan.loads]),
@@ -136,6 +137,7 @@ class StepBuilder:
             audio=request.audio,
             snapshot=sequence.snapshot if sequence.num_computed else -1,
             state_slots=sequence.state_slots,
+            swapped_state=sequence.swapped_state,
         )
 
 

@@ -69,8 +69,10 @@ class Plan:
     """Copies from the host tier to snapshots, each before the row of the sequence that starts from it is updated."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     """Blocks to swap out: (device block, host block)."""
+    state_swap_out: list[tuple[int, int]] = field(default_factory=list)
+    """Recurrent states to swap out: (row, slot of the swap space)."""
     swapped: list[Sequence] = field(default_factory=list)
-    """Sequences whose blocks are in ``swap_out``."""
+    """Sequences that are swapped out."""
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     """Blocks to swap in: (host block, device block)."""
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -87,4 +89,4 @@ class Plan:
 
     def __bool__(self) -> bool:
         """True if the workers have to compute or copy something."""
-        return bool(self.scheduled or self.swap_out or self.stores or self.state_stores)
+        return bool(self.scheduled or self.swapped or self.stores or self.state_stores)

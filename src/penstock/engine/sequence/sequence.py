@@ -69,6 +69,8 @@ class Sequence:
     """KV blocks on the device, in the order of the tokens."""
     host_blocks: list[int] = field(default_factory=list)
     """Blocks in host memory, while the sequence is swapped."""
+    host_state: int = -1
+    """Slot of the swap space with the recurrent state, while the sequence is swapped; -1: none."""
     swapping_out: bool = False
     """True while the step that swaps out the sequence's blocks is in flight: they cannot be swapped in yet."""
     reserved: int = 0
@@ -86,6 +88,8 @@ class Sequence:
     """Snapshot of the recurrent state from which the sequence starts; -1: from its first token."""
     state_slots: list[int] = field(default_factory=list)
     """Slots of the host tier from which the snapshot is loaded when the sequence starts; empty: it is valid."""
+    swapped_state: int = -1
+    """Slot of the swap space from which the sequence starts after it was swapped; -1: from ``snapshot``."""
     fork_at: int = 0
     """Number of leading tokens with keys and values in the prefix cache, but without a snapshot, when the sequence
     started: a snapshot is made there; 0: none."""

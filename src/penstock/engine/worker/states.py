@@ -26,13 +26,18 @@ class RowStates:
 
     def __init__(self, specs: Sequence[StateSpec], rows: int, max_drafts: int, device: torch.device) -> None:
         self._specs = specs
-        self._rows = rows
+        self.rows = rows
+        """Number of rows."""
         self._max_drafts = max_drafts
         self._device = device
         self.cache: list[dict[str, Tensor]] = []
         """``StateBatch.cache``: the same list before and after ``allocate``."""
         self._lengths = np.zeros(rows, np.int64)
         """Number of tokens that each row's state includes."""
+        self._swapped: list[dict[str, Tensor]] = []
+        """States of swapped sequences in host memory, with inputs of drafts: as ``cache``, by slot."""
+        self._swapped_lengths = np.zeros(0, np.int64)
+        """Number of tokens that each of them includes."""
 
     @property
     def slot_bytes(self) -> int:
@@ -42,15 +47,34 @@ class RowStates:
     @property
     def row_bytes(self) -> int:
         """Bytes of the states of all rows, with inputs of drafts."""
-        return self._rows * bytes_per_slot(self._specs, self._max_drafts)
+        return self.rows * bytes_per_slot(self._specs, self._max_drafts)
 
-    def allocate(self, snapshots: int) -> None:
-        """Allocate the states of rows, and ``snapshots``."""
-        slots = self._rows + snapshots
-        self.cache[:] = new_state_cache(self._specs, slots, self._rows, self._max_drafts, self._device)
+    def allocate(self, snapshots: int, swapped: int = 0) -> None:
+        """Allocate the states of rows, ``snapshots``, and the states of ``swapped`` sequences."""
+        slots = self.rows + snapshots
+        self.cache[:] = new_state_cache(self._specs, slots, self.rows, self._max_drafts, self._device)
+        host = torch.device("cpu")
+        self._swapped = new_state_cache(self._specs, swapped, swapped, self._max_drafts, host)
+        self._swapped_lengths = np.zeros(swapped, np.int64)
 
     def free(self) -> None:
         self.cache.clear()
+        self._swapped.clear()
+
+    def swap_out(self, pairs: np.ndarray) -> None:
+        """Copy the states of rows to host memory (``RowUpdates.state_swap_out``)."""
+        for row, slot in pairs.reshape(-1, 2).tolist():
+            for parts, swapped in zip(self.cache, self._swapped, strict=True):
+                for name, part in parts.items():
+                    swapped[name][slot] = part[row]
+            self._swapped_lengths[slot] = self._lengths[row]
+
+    def _swap_in(self, slot: int, row: int) -> None:
+        """Copy a state from host memory to a row."""
+        for parts, swapped in zip(self.cache, self._swapped, strict=True):
+            for name, part in parts.items():
+                part[row] = swapped[name][slot]
+        self._lengths[row] = self._swapped_lengths[slot]
 
     def begin(self, updates: RowUpdates, load: Callable[[NewRow], None]) -> None:
         """Apply the updates that precede a step: beams that continue others, and rows that start.
@@ -63,11 +87,14 @@ class RowStates:
             steps = updates.beam_steps.reshape(-1, 4)
             self._copy(steps[:, 1], steps[:, 0])
         for new in updates.new:
+            if new.swapped_state >= 0:
+                self._swap_in(new.swapped_state, new.row)
+                continue
             self._lengths[new.row] = new.num_computed
             if new.state_slots:
                 load(new)
             for part in self._states():
-                part[new.row] = part[self._rows + new.snapshot] if new.snapshot >= 0 else 0
+                part[new.row] = part[self.rows + new.snapshot] if new.snapshot >= 0 else 0
 
     def fork(self, updates: RowUpdates) -> None:
         """Copy the states of rows that a step has forked, after the step."""
@@ -95,7 +122,7 @@ class RowStates:
             tensor(drafts),
             tensor(starts),
             tensor(saves[:, 1]),
-            tensor(saves[:, 2] + self._rows),
+            tensor(saves[:, 2] + self.rows),
         )
 
     def read(self, snapshot: int, memory: Tensor, slots: Sequence[int]) -> None:
@@ -124,7 +151,7 @@ class RowStates:
         ``offset``."""
         start = 0
         for part in self._states():
-            memory = part[self._rows + snapshot].flatten().view(torch.uint8)
+            memory = part[self.rows + snapshot].flatten().view(torch.uint8)
             first, end = max(start, offset), min(start + len(memory), offset + size)
             if first < end:
                 yield memory[first - start : end - start], slice(first - offset, end - offset)

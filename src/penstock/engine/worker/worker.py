@@ -221,13 +221,14 @@ class Worker:
             block_bytes=sum(runner.block_bytes for runner in runners),
             host_block_bytes=self._runner.block_bytes,
             state_bytes=self._states.slot_bytes if self._states else 0,
+            swapped_state_bytes=self._states.row_bytes // self._states.rows if self._states else 0,
         )
 
     def _init_cache(self, call: InitCache) -> None:
         """Allocate the KV cache, and map memory shared with the engine (``InitCache``)."""
         self._kv_copies.map(call.transfer, call.offload)
         self._num_blocks = call.blocks, call.host_blocks
-        self._num_snapshots = call.snapshots
+        self._num_states = call.snapshots, call.swapped_states
         self._tree_memory.init_cache(call.blocks)
         self._allocate_cache()
 
@@ -235,7 +236,7 @@ class Worker:
         blocks, host_blocks = self._num_blocks
         load = self._expert_load.read()  # ``init_cache`` computes steps to capture CUDA graphs: restore the counters
         if self._states:
-            self._states.allocate(self._num_snapshots)
+            self._states.allocate(*self._num_states)
         self._runner.init_cache(blocks, host_blocks, self._kv_copies.exports)
         if self._drafter:
             self._drafter.init_cache(blocks)
@@ -419,6 +420,7 @@ class Worker:
         if self._states:
             for state in updates.state_stores:
                 self._states.read(state.snapshot, self._kv_copies.host_slots, self._share(state.slots))
+            self._states.swap_out(updates.state_swap_out)
         self._runner.move_blocks(updates.swap_out, updates.swap_in, updates.copies)
         if len(updates.loads):
             self._kv_copies.load_blocks(updates.loads[1::2], updates.loads[::2])
