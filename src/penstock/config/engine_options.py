@@ -223,8 +223,8 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     """Continue requests on engines whose results may differ in their last bits: other kernels or weights, or kernels
     that are not batch-invariant. Otherwise such requests fail."""
     swap_space: Annotated[float, option("GiB", ge=0)] = 4.0
-    """Host memory for KV blocks of preempted sequences, and recurrent states in at most half of it (with preemption_mode
-    swap)."""
+    """Host memory for KV blocks of preempted sequences (with preemption_mode swap); recurrent states take at most half
+    of it."""
     kv_offloading_size: Annotated[float, option("GiB", ge=0, le=2**20)] = 0.0
     """Host memory of each engine for cached prefixes, which stay there when their KV blocks are reused; 0: none, or 1
     GiB with kv_offloading_disk_path. It does not change results."""
