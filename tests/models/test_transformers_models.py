@@ -255,7 +255,6 @@ def test_unsupported_option_is_refused_before_reading_weights(tmp_path: Path) ->
         ("hidden_size", "x", "hidden_size is 'x'; it must be a whole number"),
         ("intermediate_size", 97, "its shape is not that of config.json"),
         ("num_hidden_layers", 4, "lacks model.layers.3"),
-        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "requires unquantized safetensors files"),
         ("torch_dtype", "load", "dtype is 'load'"),
     ],
 )

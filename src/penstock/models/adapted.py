@@ -15,7 +15,10 @@ from .weights import Checkpoint, FusedExperts, PaddedHeads, RenamedWeights, tied
 
 
 def adapt(weights: Weights, checkpoint: Checkpoint, config: ModelConfig) -> Weights:
-    """Adapt weights with the tensor names of ``checkpoint`` to the names and shapes that layers read."""
+    """Adapt weights with the tensor names of ``checkpoint`` to the names and shapes that layers read. Modules of
+    transformers read them by the names in the checkpoint."""
+    if config.model_impl == "transformers":
+        return weights
     if config.tie_word_embeddings and (find := tied_embedding(checkpoint)):
         weights = RenamedWeights(weights, find)
     if find_stored := _with_config(family_of(config).find_stored, config):

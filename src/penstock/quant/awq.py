@@ -63,6 +63,11 @@ class AWQ:
         """See ``CheckpointFormat.format_of``. A matrix with a tensor ``qweight`` is quantized."""
         return self._format if source.has(f"{name}.qweight") else UNQUANTIZED
 
+    def shape(self, source: TensorSource, name: str) -> tuple[int, int]:
+        """See ``CheckpointFormat.shape``."""
+        inputs, packed = source.shape(f"{name}.qweight")
+        return packed * PACK_FACTOR, inputs
+
     def read(
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
     ) -> QuantizedWeight:

@@ -63,6 +63,14 @@ class BitsAndBytes:
             return Format(8)
         return Format(4, BLOCK, floating=True) if source.has(f"{name}.weight.absmax") else UNQUANTIZED
 
+    def shape(self, source: TensorSource, name: str) -> tuple[int, int]:
+        """See ``CheckpointFormat.shape``."""
+        if source.has(f"{name}.SCB"):
+            outputs, inputs = source.shape(f"{name}.weight")
+        else:
+            outputs, inputs = _read_state(source, f"{name}.weight").shape
+        return outputs, inputs
+
     def read(
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
     ) -> QuantizedWeight | Tensor:

@@ -61,6 +61,11 @@ class CheckpointFormat(Protocol):
         only names and shapes of tensors."""
         ...
 
+    def shape(self, source: TensorSource, name: str) -> tuple[int, int]:
+        """Return the number of outputs and inputs of a quantized matrix. Raises ``PenstockError`` (``invalid``) if a
+        tensor of the matrix is missing."""
+        ...
+
     def read(
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
     ) -> QuantizedWeight | Tensor:

@@ -90,6 +90,17 @@ class CompressedTensors:
             return UNQUANTIZED
         return replace(self._scheme_of(name).format, rotation=self._rotation)
 
+    def shape(self, source: TensorSource, name: str) -> tuple[int, int]:
+        """See ``CheckpointFormat.shape``."""
+        scheme = self._scheme_of(name)
+        if source.has(f"{name}.weight_shape"):
+            stored = read_tensor(source, f"{name}.weight_shape", 2, dtypes=(torch.int32, torch.int64))
+            return int(stored[0]), int(stored[1])
+        outputs, columns = source.shape(f"{name}.weight_packed" if scheme.packed or scheme.nvfp4 else f"{name}.weight")
+        if scheme.packed:
+            columns = columns * 32 // scheme.bits
+        return outputs, columns * (2 if scheme.nvfp4 else 1)
+
     def read(
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
     ) -> QuantizedWeight:

@@ -81,6 +81,11 @@ class FP8:
             return Format(8, self._blocks[1], 8, floating=True, rows_per_scale=self._blocks[0])
         return Format(8, 0, 8, floating=True, rows_per_scale=0 if shape in ((), (1,), (1, 1)) else 1)
 
+    def shape(self, source: TensorSource, name: str) -> tuple[int, int]:
+        """See ``CheckpointFormat.shape``."""
+        outputs, inputs = source.shape(f"{name}.weight")
+        return outputs, inputs * (2 if self.format_of(source, name) == mxfp4.FORMAT else 1)
+
     def read(
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
     ) -> QuantizedWeight:

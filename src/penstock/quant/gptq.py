@@ -108,6 +108,11 @@ class GPTQ:
         """See ``CheckpointFormat.format_of``. A matrix with a tensor ``qweight`` is quantized."""
         return self._settings_of(name).format if source.has(f"{name}.qweight") else UNQUANTIZED
 
+    def shape(self, source: TensorSource, name: str) -> tuple[int, int]:
+        """See ``CheckpointFormat.shape``."""
+        packed, outputs = source.shape(f"{name}.qweight")
+        return outputs, packed * 32 // self._settings_of(name).bits
+
     def read(
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
     ) -> QuantizedWeight:

@@ -46,6 +46,11 @@ class MXFP4:
         """See ``CheckpointFormat.format_of``. A matrix with a tensor ``<name>_blocks`` is quantized."""
         return FORMAT if source.has(f"{name}_blocks") else UNQUANTIZED
 
+    def shape(self, source: TensorSource, name: str) -> tuple[int, int]:
+        """See ``CheckpointFormat.shape``."""
+        experts, height, groups, _ = source.shape(f"{name}_blocks")
+        return experts * height, groups * MX_BLOCK
+
     def read(
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
     ) -> QuantizedWeight:

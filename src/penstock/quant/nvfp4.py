@@ -64,6 +64,11 @@ class ModelOptNVFP4:
         """See ``CheckpointFormat.format_of``."""
         return FORMAT if source.has(f"{name}.weight_scale_2") else self._fp8.format_of(source, name)
 
+    def shape(self, source: TensorSource, name: str) -> tuple[int, int]:
+        """See ``CheckpointFormat.shape``."""
+        outputs, inputs = source.shape(f"{name}.weight")
+        return outputs, inputs * (2 if source.has(f"{name}.weight_scale_2") else 1)
+
     def read(
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
     ) -> QuantizedWeight:

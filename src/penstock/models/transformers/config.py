@@ -13,6 +13,7 @@ from penstock.checkpoint.rope import max_model_len_of, rope_parameters_of
 from penstock.checkpoint.state_config import LibraryStateConfig
 from penstock.checkpoint.stored_format import quantization_config_of, quantization_of
 from penstock.core import Code, PenstockError
+from penstock.quant import read_quantization_config
 
 from .attention import NAME, register
 from .library import cache_windows, first_line, library_config, model_class, unsupported
@@ -23,6 +24,8 @@ LIBRARY_CONFIG = "library_config"
 """Key of ``ModelConfig.raw`` with the ``config.json`` for transformers."""
 GATHERED = "library_gathered"
 """Key of ``ModelConfig.raw``: the model can only be run one sequence at a time (``GatheredBody``)."""
+QUANTIZATION = ("quantization_config", "compression_config", "expert_dtype")
+"""Fields of ``config.json`` about quantization, which transformers does not get."""
 POSITION_OFFSET = "library_position_offset"
 """Key of ``ModelConfig.raw``: number of the first position, which is not 0 in RoBERTa and its like."""
 
@@ -31,14 +34,17 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the configuration of any causal language model of transformers.
 
     Raises ``PenstockError``: ``unsupported`` if transformers is missing or does not have the architecture, or the
-    weights are quantized; ``invalid`` if transformers rejects the configuration.
+    weights are in an unsupported format; ``invalid`` if transformers rejects the configuration.
     """
     architecture, dtype = str(next(iter(raw.get("architectures") or ["none"]))), dtype_of(raw)
     model_class(architecture)
-    if raw.get("gguf") or quantization_of(raw) is None:
-        message = f"{architecture} is run by transformers, which requires unquantized safetensors files"
-        raise PenstockError(Code.UNSUPPORTED, f"{message}: use these, with --quantization to quantize at load", "model")
-    whole = library_config(architecture, {name: value for name, value in raw.items() if name != "quantization_config"})
+    if raw.get("gguf"):
+        message = f"{architecture} is run by transformers, for which GGUF files are not supported"
+        raise PenstockError(Code.UNSUPPORTED, f"{message}: use a checkpoint of safetensors files", "model")
+    if quantization_of(raw) is None:
+        read_quantization_config(quantization_config_of(raw))
+    described = {name: value for name, value in raw.items() if name not in QUANTIZATION}
+    whole = library_config(architecture, described)
     text_config = whole.get_text_config(decoder=True)
     if getattr(whole, "is_encoder_decoder", False):
         raise unsupported(architecture, "it has an encoder")
@@ -70,7 +76,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         "dtype": dtype,
         "quantization_config": quantization_config_of(raw),
         COUNTED_WEIGHTS: weights,
-        LIBRARY_CONFIG: raw,
+        LIBRARY_CONFIG: described,
         GATHERED: gathered or cache_windows(whole) is None,
         POSITION_OFFSET: offset,
     }

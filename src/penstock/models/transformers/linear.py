@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from penstock.core.errors import invalid
 from penstock.core.quantization import UNQUANTIZED, Format
-from penstock.layers import BuildContext
+from penstock.layers import BuildContext, Weights
 from penstock.ops import QuantizedWeight
 from penstock.parallel import shard_outputs
 from penstock.quant import PackedMatrix
 
+from .sources import WeightSources
+
 
 class ModuleWeights:
-    """``layers.Weights`` with the parameters of a module, which are not quantized.
+    """``layers.Weights`` by the names of a module: its parameters, and matrices of the checkpoint.
 
     Args:
-        version: version of the checkpoint's weights.
+        weights: the checkpoint's weights.
+        sources: names of the matrices in the checkpoint of modules whose parameters are not loaded.
     """
 
-    def __init__(self, module: nn.Module, version: str) -> None:
+    def __init__(self, module: nn.Module, weights: Weights, sources: Mapping[str, str]) -> None:
         self._module = module
-        self.version = version
+        self._weights = weights
+        self._sources = sources
+
+    @property
+    def version(self) -> str:
+        return self._weights.version
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
+        if source := self._sources.get(name.removesuffix(".weight")):
+            return self._weights.read(f"{source}.weight", *shape, rows=rows, as_stored=as_stored)
         tensor = self._module.get_parameter(name).detach()
         if tensor.shape != shape:
             raise invalid("model", f"tensor {name} has shape {tuple(tensor.shape)}; it must be {shape}")
@@ -34,10 +47,10 @@ class ModuleWeights:
         return any(name == parameter for parameter, _ in self._module.named_parameters())
 
     def format_of(self, name: str) -> Format:
-        return UNQUANTIZED
+        return self._weights.format_of(self._sources[name]) if name in self._sources else UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        raise AssertionError(name)  # never called: format_of returns UNQUANTIZED
+        return self._weights.read_quantized(self._sources[name], outputs, inputs, rows)
 
 
 class PackedLinear(nn.Module):
@@ -78,15 +91,24 @@ class PackedEmbedding(nn.Module):
         return self._matrix.embedding(token_ids.flatten()).view(*token_ids.shape, -1)
 
 
-def pack_linears(context: BuildContext, model: nn.Module, head: nn.Module | None, embedding: nn.Module | None) -> None:
+def pack_linears(
+    context: BuildContext,
+    model: nn.Module,
+    head: nn.Module | None,
+    embedding: nn.Module | None,
+    sources: WeightSources | None,
+) -> None:
     """Replace each ``nn.Linear`` of a model by a ``PackedLinear``.
 
     Args:
-        context: build context with the weights of the model (``ModuleWeights``).
+        sources: matrices of the checkpoint for layers whose parameters are not loaded.
         head: language model head. It shares the packed matrix with ``embedding`` if the two are tied.
     """
     _convert_conv1d(model)
-    for name, module in [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]:
+    linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    stored = {name: source for name, module in linears if sources and (source := sources.of(module))}
+    context = replace(context, weights=ModuleWeights(model, context.weights, stored), weight_cache=None)
+    for name, module in linears:
         bias = None if module.bias is None else module.bias.detach()
         inputs, shard, is_head = module.in_features, shard_outputs(context.group, module.out_features), module is head
         if is_head and bias is None:
@@ -100,6 +122,8 @@ def pack_linears(context: BuildContext, model: nn.Module, head: nn.Module | None
             assert isinstance(packed, PackedMatrix)  # a single matrix is never stacked
             matrix = packed
         model.set_submodule(name, PackedLinear(module, matrix, context.device, out_float32=is_head))
+    if sources:
+        sources.check(model)
 
 
 def _convert_conv1d(model: nn.Module) -> None:

@@ -3,57 +3,49 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.checkpoint.model_config import ModelConfig
-from penstock.config.progress import track
 from penstock.core.errors import invalid
 from penstock.layers import BuildContext
 from penstock.layers.context import is_finite
 
 from ..weights import Checkpoint
 from .attention import NAME, UnsupportedAttention, register
-from .config import GATHERED, LIBRARY_CONFIG
+from .config import GATHERED, LIBRARY_CONFIG, skeleton
 from .library import first_line, library_config, model_class
+from .sources import WeightSources
 
-logger = logging.getLogger(__name__)
 
-
-def load_module(context: BuildContext, config: ModelConfig) -> Any:
+def load_module(context: BuildContext, config: ModelConfig) -> tuple[Any, WeightSources | None]:
     """Load a causal language model of transformers with the weights of the context, or with random weights if the
-    context has no ``Checkpoint``; with Penstock's attention, or its own if ``GATHERED``.
+    context has no ``Checkpoint``; with Penstock's attention, or its own if ``GATHERED``. Returns it, and the sources of
+    the linear layers that are not loaded.
 
     Raises ``PenstockError`` (``invalid``) for tensors that are missing or have the wrong shape.
     """
     register()
-    found, configuration = (
-        model_class(config.architecture),
-        library_config(config.architecture, config.raw[LIBRARY_CONFIG]),
-    )
+    found = model_class(config.architecture)
+    configuration = library_config(config.architecture, config.raw[LIBRARY_CONFIG])
     attention = "eager" if config.raw[GATHERED] else NAME
     if not isinstance(context.weights, Checkpoint):
         # engine processes import torch without this module (engine/lean_torch.py)
         importlib.import_module("torch._prims.rng_prims")
         torch.manual_seed(int(context.weights.version[:8], 16))
         configuration._attn_implementation = attention
-        return found._from_config(configuration, dtype=context.dtype).to(context.device).eval()
-    checkpoint = context.weights
-    names = checkpoint.names
-    state = {
-        checkpoint.stored_name(name): checkpoint.read(name, *checkpoint.shape(name), as_stored=True)
-        for name in track("loading weights", names, len(names), "tensor", logger)
-    }
+        return found._from_config(configuration, dtype=context.dtype).to(context.device).eval(), None
+    sources = WeightSources(context, context.weights, skeleton(config.architecture, deepcopy(configuration))[0])
     options = {"dtype": context.dtype, "attn_implementation": attention, "ignore_mismatched_sizes": True}
     try:
         with _quietly():
             model, info = found.from_pretrained(
-                None, config=configuration, state_dict=state, output_loading_info=True, **options
+                None, config=configuration, state_dict=sources.state, output_loading_info=True, **options
             )
     except Exception as error:  # conversions of tensors raise exceptions of several classes
         raise invalid("model", f"transformers rejects the weights: {first_line(error)}") from error
@@ -68,7 +60,7 @@ def load_module(context: BuildContext, config: ModelConfig) -> Any:
             if not is_finite(tensor):
                 message = f"tensor {name} has values that are not finite (NaN or infinity); check the weights"
                 raise invalid("model", message)
-    return model.to(context.device).eval()
+    return model.to(context.device).eval(), sources
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from .check import check_gathered, check_paged
 from .config import GATHERED, LIBRARY_CONFIG, POSITION_OFFSET
 from .gathered import GatheredBody
 from .library import cache_windows, first_line, library_config, unsupported
-from .linear import ModuleWeights, has_other_matrices, pack_linears
+from .linear import has_other_matrices, pack_linears
 from .loading import fix_rope, load_module
 from .paged import PagedBody
 
@@ -43,10 +42,9 @@ class TransformersModel(BaseModel):
     def __init__(self, context: BuildContext, config: ModelConfig) -> None:
         super().__init__(context, config)
         self._device = context.device
-        self._model = load_module(context, config)
+        self._model, sources = load_module(context, config)
         head, embedding = self._model.get_output_embeddings(), self._model.get_input_embeddings()
-        weights = ModuleWeights(self._model, context.weights.version)
-        pack_linears(replace(context, weights=weights, weight_cache=None), self._model, head, embedding)
+        pack_linears(context, self._model, head, embedding, sources)
         if context.ops.NAME == "cpu" and not has_other_matrices(self._model):
             torch.set_num_threads(1)  # PyTorch's threads busy-wait after each call, on cores that the kernels need
         reasons = []

@@ -144,6 +144,11 @@ class Checkpoint:
     def format_of(self, name: str) -> Format:
         return self._format.format_of(self._source(name), name) if self._format else UNQUANTIZED
 
+    def matrix_shape(self, name: str) -> tuple[int, int]:
+        """Number of outputs and inputs of a quantized matrix."""
+        assert self._format
+        return self._format.shape(self._source(name), name)
+
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
         assert self._format
         return self._format.read(self._source(name), name, outputs, inputs, rows)
