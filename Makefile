@@ -127,11 +127,12 @@ train: .venv/tools
 # The exact torch release selects its CPU build on a CPU machine, if one is available.
 # Kernels are compiled in build/, which is kept for incremental builds: for this machine's instruction set to serve, and for all
 # instruction sets to run tests.
-.venv/ready: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+.venv/ready: pyproject.toml CMakeLists.txt $(wildcard csrc/*) src/penstock/serve/web/libraries/package-lock.json
 	$(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0
 	$(PIP) 'nanobind>=2.4' 'scikit-build-core>=1.0' $$(for tool in cmake ninja; do command -v $$tool >/dev/null || echo $$tool; done)
 	PENSTOCK_SETS=$${PENSTOCK_SETS:-native} $(PIP) --no-build-isolation --editable .
+	@$(BIN)/python scripts/web_libraries.py || true
 	@$(BIN)/python -c 'import penstock.ops._kernels' || echo 'penstock has no CPU kernels: install a C++ compiler (apt install g++)'
 	touch $@
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import executors
 import httpx
@@ -25,6 +26,7 @@ from penstock import demo
 
 if TYPE_CHECKING:
     from evaluate import Local
+    from playwright.sync_api import Browser, Page, Request
     from transformers import PreTrainedTokenizerFast
 
 SLOWEST_FIRST = (
@@ -182,3 +184,31 @@ def draft() -> Local:
     from evaluate import Local
 
     return Local(demo.DRAFT)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+    from web_page import CHROMIUM
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """Browser page. Script errors, violations of the content security policy, and requests to more than one host, fail
+    the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 860})
+    opened = context.new_page()
+    errors: list[str] = []
+    requests: list[Request] = []
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.on("console", lambda message: errors.append(message.text) if "Security Policy" in message.text else None)
+    opened.on("request", lambda request: requests.append(request))
+    yield opened
+    assert errors == []
+    assert len({urlsplit(request.url).netloc for request in requests if request.url.startswith("http")}) <= 1
+    context.close()

@@ -1,7 +1,10 @@
-"""Building the package with a compiler, without one, and with a broken one; and the commit in built packages."""
+"""Building the package with a compiler, without one, and with a broken one; and the commit and the libraries of the web
+page in built packages.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,6 +19,7 @@ from repository import ROOT
 pytest.importorskip("scikit_build_core", reason="the build tools are not installed (make installs them)")
 pytest.importorskip("nanobind")
 
+LIBRARIES = Path("src/penstock/serve/web/libraries")
 TOOLS = [name for name in ("cmake", "ninja") if shutil.which(name)]
 
 
@@ -27,8 +31,12 @@ def sources(tmp_path: Path) -> Path:
     for name in (".gitignore", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     (folder / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "build_backend.py", folder / "scripts")
-    (folder / "src" / "penstock").mkdir(parents=True)
+    for name in ("build_backend.py", "web_libraries.py"):
+        shutil.copy(ROOT / "scripts" / name, folder / "scripts")
+    libraries = folder / LIBRARIES
+    libraries.mkdir(parents=True)
+    for name in ("package.json", "package-lock.json"):
+        shutil.copy(ROOT / LIBRARIES / name, libraries)
     for name in ("__init__.py", "version.py"):
         shutil.copy(ROOT / "src" / "penstock" / name, folder / "src" / "penstock")
     return folder
@@ -118,3 +126,53 @@ def test_packages_contain_commit_of_checkout(sources: Path, tmp_path: Path) -> N
     assert build(sources, PENSTOCK_SETS="none")[0].returncode == 0
     (wheel,) = (tmp_path / "wheels").glob("*.whl")
     assert zipfile.ZipFile(wheel).read("penstock/COMMIT").decode() == commit + "-dirty\n"
+
+
+def contents(folder: Path) -> set[str]:
+    """Files of the only wheel in a folder that belong to the web page's libraries."""
+    (wheel,) = folder.glob("*.whl")
+    prefix = "penstock/serve/web/libraries/files/"
+    names = zipfile.ZipFile(wheel).namelist()
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+
+
+def test_build_without_npm_has_no_libraries_and_prints_note(sources: Path, tmp_path: Path) -> None:
+    done, _ = build(sources, PENSTOCK_SETS="none", PATH=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "web page: npm was not found; it will show answers as plain text" in done.stderr
+    assert not contents(tmp_path / "wheels")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+def test_build_without_network_has_no_libraries_and_prints_note(sources: Path, tmp_path: Path) -> None:
+    """Outdated libraries are not packaged either."""
+    outdated = sources / LIBRARIES / "files" / "marked"
+    outdated.mkdir(parents=True)
+    (outdated / "old.js").write_text("old")
+    unreachable = {"npm_config_registry": "http://127.0.0.1:9", "npm_config_cache": str(tmp_path / "cache")}
+    done, _ = build(sources, PENSTOCK_SETS="none", **unreachable)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "web page: npm failed" in done.stderr
+    assert not contents(tmp_path / "wheels")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+def test_wheel_has_libraries_and_licences_also_from_sdist_without_npm(sources: Path, tmp_path: Path) -> None:
+    done, _ = build(sources, PENSTOCK_SETS="none")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = contents(tmp_path / "wheels")
+    wanted = json.loads((ROOT / LIBRARIES / "package.json").read_text())["files"]
+    assert {f"{package}/{name}" for package, names in wanted.items() for name in names} <= found
+    assert {f"{package}/LICENSE" for package in wanted} <= found
+    code = f"from build_backend import build_sdist; print(build_sdist({str(tmp_path)!r}))"
+    environment = os.environ | {"PYTHONPATH": "scripts"}
+    subprocess.run([sys.executable, "-c", code], cwd=sources, env=environment, check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    (tmp_path / "empty").mkdir()
+    done, _ = build(unpacked, PENSTOCK_SETS="none", PATH=str(tmp_path / "empty"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert contents(tmp_path / "unpacked" / "wheels") == found

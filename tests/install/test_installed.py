@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -184,6 +185,8 @@ def test_wheel_installs_one_command_and_no_test_tools(clean: Clean) -> None:
     output = clean.run(clean.penstock, "--version").stdout
     assert re.fullmatch(rf"{re.escape(version)} \({details}\)\n", output), output
     assert [file for file in files if "/bin/" in file] == ["../../../bin/penstock"]
+    libraries = [file for file in files if file.startswith("penstock/serve/web/libraries/files/")]
+    assert "WHEEL" in os.environ or bool(libraries) == bool(shutil.which("npm")), "the web page's libraries"
     assert not {distribution(name) for name in installed} & {"pytest", "httpx", "openai", "transformers", "grpcio"}
 
 

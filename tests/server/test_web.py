@@ -1,15 +1,11 @@
-"""The web page in headless Chromium, with real servers."""
+"""The web page in headless Chromium, with real servers: requests, answers, faults and layout."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -17,90 +13,44 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from image_checkpoints import save_colours
 from PIL import Image
-from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect
 from serving import Served, Servers
+from tcp_proxy import TcpProxy
+from web_page import (
+    ANSWER,
+    CHINESE_ANSWER,
+    CHINESE_QUESTION,
+    LONG,
+    QUESTION,
+    answered,
+    ask,
+    evaluate,
+    needs_chromium,
+    save_screenshot,
+    settings,
+    show,
+)
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
-PICTURES = Path(os.environ.get("PENSTOCK_PICTURES", ""))
-"""Folder for screenshots; empty: none are saved. ``PENSTOCK_PICTURES=docs`` renews those of the documentation."""
-QUESTION, ANSWER = "What is the capital of Canada?", "Ottawa"
-LONG = {"max_tokens": 1500, "min_tokens": 1500}
+from penstock.cli.chat.speed import tokens_per_second
 
+pytestmark = needs_chromium
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
 
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """Browser page. Script errors, and requests to more than one host, fail the test."""
-    context = browser.new_context(viewport={"width": 1280, "height": 860})
-    opened = context.new_page()
-    errors: list[str] = []
-    requests: list[Request] = []
-    opened.on("pageerror", lambda error: errors.append(str(error)))
-    opened.on("request", lambda request: requests.append(request))
-    yield opened
-    assert errors == []
-    assert len({httpx.URL(request.url).netloc for request in requests if request.url.startswith("http")}) <= 1
-    context.close()
-
-
-def show(page: Page, address: str) -> None:
-    """Open the page and wait until it shows the list of models."""
-    page.goto(address)
-    page.wait_for_selector("#model option", state="attached")
-
-
-def ask(page: Page, text: str) -> None:
-    page.fill("#prompt", text)
-    page.keyboard.press("Enter")
-
-
-def answered(page: Page, number: int = 0) -> str:
-    """Wait for the end of an answer; return its text."""
-    answer = page.locator(".message.assistant").nth(number)
-    expect(answer.locator(".speed")).to_contain_text("prompt", timeout=30_000)
-    return answer.locator(".text").last.inner_text()
-
-
-def save_screenshot(page: Page, name: str) -> None:
-    if PICTURES.name:
-        page.screenshot(path=PICTURES / name)
-
-
-@pytest.mark.slow
-def test_chat_shows_answer_logprobs_and_edit(servers: Servers, page: Page) -> None:
-    show(page, servers.get().root)
-    page.check("[name=logprobs]")
-    page.fill("[name=temperature]", "0")
-    ask(page, QUESTION)
-    assert ANSWER in answered(page)
-    page.locator(".tokens").focus()
-    for _ in range(6):
-        page.keyboard.press("ArrowRight")
-    expect(page.locator("#tip tr")).to_have_count(5)
-    token = page.locator(".tokens .at").text_content()
-    expect(page.locator("#tip td b")).to_have_text(json.dumps(token))
-    save_screenshot(page, "web-playground.png")
-    ask(page, "What is the capital of France?")
-    assert "Paris" in answered(page, 1)
-    page.locator(".message.user button").first.click()  # editing a message removes it and all later messages
-    expect(page.locator(".message")).to_have_count(0)
-    expect(page.locator("#prompt")).to_have_value(QUESTION)
+# --- Requests and answers ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_request_shown_as_curl_and_python_gets_same_answer(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
-    page.fill("[name=system]", 'It\'s "you".')
-    page.fill("[name=temperature]", "0")
-    page.fill("[name=top_k]", "5")
+    settings(page, system='It\'s "you".', temperature=0, top_k=5)
     page.fill("#prompt", QUESTION)
     page.click("#show-code")
     curl, python = (page.locator(name).inner_text() for name in ("#curl", "#python"))
@@ -114,37 +64,30 @@ def test_request_shown_as_curl_and_python_gets_same_answer(servers: Servers, pag
 
 def test_structured_output_and_wrong_values_are_shown(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
-    page.fill("[name=schema]", '{"type": "object"')
+    settings(page, schema='{"type": "object"')
     ask(page, QUESTION)
-    expect(page.locator("#notice")).to_contain_text("schema: not valid JSON")
-    page.click("#clear")
+    expect(page.locator(".toast")).to_contain_text("schema: not valid JSON")
+    expect(page.locator(".message")).to_have_count(0)
+    expect(page.locator("#prompt")).to_have_value(QUESTION)
+    page.keyboard.press("Control+Shift+o")
     schema = {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 9}},
         "required": ["city"],
         "additionalProperties": False,
     }
-    page.fill("[name=schema]", json.dumps(schema))
-    page.fill("[name=max_tokens]", "60")
+    settings(page, schema=json.dumps(schema), max_tokens=60)
     ask(page, QUESTION)
     assert list(json.loads(answered(page))) == ["city"]
-    page.fill("[name=top_p]", "7")
+    settings(page, top_p=7)
     ask(page, QUESTION)
-    expect(page.locator("#notice")).to_contain_text("top_p")
+    expect(page.locator(".toast").last).to_contain_text("top_p")
+    expect(page.locator(".toast").last).to_contain_text("Correct the value")
 
 
 def test_tool_call_is_shown_and_result_can_be_sent(servers: Servers, page: Page) -> None:
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Get the weather of a city",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-        },
-    }
     show(page, servers.get().root)
-    page.fill("[name=tools]", json.dumps([tool]))
-    page.fill("[name=temperature]", "0")
+    settings(page, tools=json.dumps([WEATHER]), temperature=0)
     ask(page, "What is the weather in Paris?")
     call = page.locator(".tool")
     expect(call.locator("b")).to_have_text("get_weather", timeout=30_000)
@@ -152,10 +95,12 @@ def test_tool_call_is_shown_and_result_can_be_sent(servers: Servers, page: Page)
     call.locator("textarea").fill('{"temperature": 21}')
     call.locator("button").click()
     assert "21" in answered(page, 1)
+    expect(call.locator("form")).to_be_hidden()
+    expect(page.locator(".tool-result summary")).to_have_text("Result of get_weather")
 
 
 @pytest.mark.slow
-def test_image_can_be_attached(page: Page, tmp_path: Path) -> None:
+def test_image_can_be_attached_and_is_kept(page: Page, tmp_path: Path) -> None:
     save_colours(tmp_path)
     picture = tmp_path / "blue.png"
     Image.new("RGB", (64, 64), "blue").save(picture)
@@ -165,120 +110,318 @@ def test_image_can_be_attached(page: Page, tmp_path: Path) -> None:
         expect(page.locator("#images img")).to_have_count(1)
         ask(page, "Which colour?")
         assert "blue" in answered(page)
-        expect(page.locator(".message.user img")).to_have_count(1)
+        expect(page.locator("#images img")).to_have_count(0)
+        page.reload()
+        page.locator("#history .title").click()
+        expect(page.locator(".message.user img")).to_have_js_property("naturalWidth", 64)
 
 
-def test_escape_stops_generation(servers: Servers, page: Page) -> None:
-    server = servers.get()
-    show(page, server.root)
-    for name, value in LONG.items():
-        page.fill(f"[name={name}]", str(value))
+def test_stopped_answer_can_be_continued(servers: Servers, page: Page) -> None:
+    show(page, servers.get().root)
+    settings(page, **LONG)
     ask(page, QUESTION)
     expect(page.locator(".message.assistant .text").last).not_to_be_empty()
     page.keyboard.press("Escape")
-    expect(page.locator(".speed")).to_contain_text("ended by user")
-    expect(page.locator("#send")).to_be_enabled()
-
-
-def test_message_with_html_is_shown_as_text(servers: Servers, page: Page) -> None:
-    show(page, servers.get().root)
-    text = "<img src=x onerror=\"document.title='no'\"> ```\n<b>bold</b>\n```"
-    ask(page, text)
-    assert answered(page)
-    expect(page.locator(".message.user pre")).to_have_text("<b>bold</b>\n")
-    assert page.locator("#log img").count() == 0
-    assert page.title() == "Penstock"
+    expect(page.locator(".speed")).to_contain_text("stopped")
+    expect(page.locator("#send")).to_be_visible()
+    before = page.locator(".message.assistant .text").inner_text().strip()
+    settings(page, max_tokens=20, min_tokens=20)
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator(".message.assistant .problem")).to_contain_text("maximum length", timeout=30_000)
+    after = page.locator(".message.assistant .text").inner_text()
+    assert after.startswith(before) and len(after) > len(before)
+    expect(page.locator(".message.assistant")).to_have_count(1)
 
 
 @pytest.mark.slow
-def test_api_key_is_requested_and_not_stored(page: Page) -> None:
+def test_reasoning_is_folded(servers: Servers, page: Page) -> None:
+    show(page, servers.get().root)
+    settings(page, thinking="on", temperature=0)
+    ask(page, "What is 12 + 34 + 56?")
+    assert "102" in answered(page)
+    details = page.locator(".reasoning")
+    expect(details.locator("summary")).to_contain_text("Reasoned for")
+    assert details.get_attribute("open") is None
+    expect(details.locator(".thoughts")).to_be_hidden()
+    details.locator("summary").click()
+    expect(details.locator(".thoughts")).to_contain_text("46")
+
+
+# --- Faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "started", "first", "last", "expected"),
+    [
+        pytest.param(13, 10.0, 10.24, 10.2426, 13 / 0.2426, id="answer that arrives at once"),
+        pytest.param(1, 0.0, 0.5, 0.5, 2.0, id="one token"),
+        pytest.param(101, 0.0, 5.0, 7.0, 50.0, id="long answer after a long prompt"),
+        pytest.param(0, 0.0, None, None, None, id="no token"),
+        pytest.param(5, 3.0, 3.0, 3.0, None, id="no time"),
+    ],
+)
+def test_speed_is_same_in_page_and_terminal(
+    servers: Servers, page: Page, tokens: int, started: float, first: float | None, last: float | None, expected: float
+) -> None:
+    found = tokens_per_second(tokens, started, first, last)
+    assert found == (None if expected is None else pytest.approx(expected))
+    page.goto(servers.get().root)
+    times = {"tokens": tokens, "started": started, "first": first, "last": last}
+    assert evaluate(page, "chat/speed.js", "m.tokensPerSecond(given)", times) == found
+
+
+def test_token_colours_show_whole_characters_and_no_special_token(servers: Servers, page: Page) -> None:
+    """Characters of several tokens were lost, and the end token was shown."""
+    show(page, servers.get().root)
+    settings(page, logprobs=True, temperature=0)
+    ask(page, CHINESE_QUESTION)
+    shown = answered(page)
+    assert CHINESE_ANSWER in shown
+    assert "<|im_end|>" not in shown and "\ufffd" not in shown
+    spans = page.locator(".tokens span")
+    assert "".join(spans.all_text_contents()) == shown
+    page.locator(".tokens").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#tip table").first.locator("tr")).not_to_have_count(0)
+    page.get_by_role("button", name="Token probabilities").click()
+    expect(page.locator(".tokens")).to_be_hidden()
+    expect(page.locator(".message.assistant .prose:visible")).to_contain_text(CHINESE_ANSWER)
+
+
+def test_completion_reports_that_tokens_have_no_bytes(servers: Servers, page: Page) -> None:
+    show(page, servers.get().root)
+    page.click("#toggle-settings")
+    page.locator("#settings").get_by_text("Completion", exact=True).click()
+    settings(page, logprobs=True, temperature=0, max_tokens=12)
+    ask(page, "The capital of Canada is")
+    answered(page)
+    expect(page.locator(".token-note")).to_contain_text("reports no bytes")
+
+
+@pytest.mark.slow
+def test_stream_without_end_marker_is_shown_as_cut(servers: Servers, page: Page) -> None:
+    show(page, servers.get().root)
+
+    def cut(route: Route) -> None:
+        answer = route.fetch()
+        events = answer.text().split("\n\n")
+        route.fulfill(response=answer, body="\n\n".join(events[: len(events) // 2]) + "\n\n")
+
+    page.route("**/v1/chat/completions", cut)
+    ask(page, QUESTION)
+    expect(page.locator(".message.assistant .problem")).to_contain_text("The answer was cut", timeout=30_000)
+    page.unroute("**/v1/chat/completions")
+    before = page.locator(".message.assistant .text").inner_text().strip()
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator(".message.assistant .problem")).to_be_hidden(timeout=30_000)
+    assert answered(page).startswith(before)
+
+
+@pytest.mark.slow
+def test_lost_connection_is_shown_as_cut_and_page_explains_missing_server(servers: Servers, page: Page) -> None:
+    server = servers.get()
+    with TcpProxy(httpx.URL(server.root).port or 0) as proxy:
+        show(page, f"http://127.0.0.1:{proxy.port}")
+        settings(page, **LONG)
+        ask(page, QUESTION)
+        expect(page.locator(".message.assistant .text").last).not_to_be_empty()
+        proxy.reset()
+        expect(page.locator(".message.assistant .problem")).to_contain_text("The answer was cut", timeout=30_000)
+    ask(page, QUESTION)
+    problem = page.locator(".message.assistant .problem").last
+    expect(problem).to_contain_text("The server does not answer", timeout=30_000)
+    expect(problem).to_contain_text("Check that the server is running")
+
+
+@pytest.mark.slow
+def test_wrong_api_key_is_reported_and_key_is_not_stored(page: Page) -> None:
     with Served("--api-key", "open sesame") as server:
         assert httpx.get(f"{server.root}/web/live").status_code == 401
         page.goto(server.root)
-        for key in ("wrong", "open sesame"):
-            page.locator("#key").fill(key)
-            page.keyboard.press("Enter")
+        expect(page.locator("#key-refused")).to_be_hidden()
+        page.locator("#key").fill("wrong")
+        page.keyboard.press("Enter")
+        expect(page.locator("#key-refused")).to_contain_text("refused this key")
+        page.locator("#key").fill("open sesame")
+        page.keyboard.press("Enter")
         page.wait_for_selector("#model option", state="attached")
         ask(page, QUESTION)
         assert ANSWER in answered(page)
+        page.click("#toggle-settings")
         page.click("#show-code")
         assert "sesame" not in page.content()
         assert "$PENSTOCK_API_KEY" in page.locator("#curl").inner_text()
         assert "sesame" not in page.evaluate("JSON.stringify([location.href, {...localStorage}, document.cookie])")
 
 
-@pytest.mark.slow
-def test_live_view_shows_sequences_and_blocks(servers: Servers, page: Page) -> None:
-    server = servers.get("--num-gpu-blocks-override", "400")
-    page.set_viewport_size({"width": 1280, "height": 1000})
-    show(page, f"{server.root}/#live")
-    system = " ".join(f"Rule {number}." for number in range(60))
-    ended = threading.Event()
+# --- Layout -----------------------------------------------------------------------------------------------------------
 
-    def stream_answers(number: int) -> None:
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": f"{number}?"}]
-        body = {"messages": messages, "stream": True, **LONG, "temperature": 1}
-        while not ended.is_set():
-            with httpx.stream("POST", f"{server.url}/chat/completions", json=body, timeout=60) as answer:
-                for _ in answer.iter_lines():
-                    if ended.is_set():
-                        break
 
-    threads = [threading.Thread(target=stream_answers, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        rows = page.locator("#sequences tbody tr")
-        expect(rows).to_have_count(4, timeout=30_000)
-        expect(rows.first.locator("td").last).to_contain_text(
-            ",", timeout=30_000
-        )  # the row lists several sequences that share its blocks
-        expect(page.locator("#chart-tokens")).to_have_attribute("aria-label", re.compile("generated: now [1-9]"))
-        page.check("#hold")
-        rows.first.locator("button").click()
-        expect(rows.first.locator("button")).to_have_attribute("aria-pressed", "true")
-        page.locator("#chart-steps").focus()
-        page.keyboard.press("ArrowRight")
-        expect(page.locator("#step")).to_contain_text("output tokens")
-        shared = page.locator("#blocks").get_attribute("aria-label") or ""
-        assert "0 shared" not in shared and "shared" in shared
-        save_screenshot(page, "web-live.png")
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
-    page.uncheck("#hold")
-    expect(rows).to_have_count(0, timeout=30_000)
+def test_empty_thread_shows_model_context_examples_and_address(servers: Servers, page: Page) -> None:
+    server = servers.get()
+    show(page, server.root)
+    welcome = page.locator(".welcome")
+    expect(welcome).to_contain_text("penstock-demo")
+    expect(welcome).to_contain_text("2,048 tokens of context")
+    expect(welcome.locator(".address code")).to_have_text(server.url)
+    expect(welcome.locator(".example")).to_have_count(4)
+    welcome.locator(".example").first.click()
+    assert ANSWER in answered(page)
+    expect(page.locator("#context")).to_contain_text("of 2,048 tokens")
+
+
+def test_send_is_visible_on_a_phone_and_panels_are_closed(servers: Servers, page: Page) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    show(page, servers.get().root)
+    expect(page.locator("#send")).to_be_in_viewport(ratio=1)
+    for panel in ("sidebar", "settings"):
+        expect(page.locator(f"#{panel}")).to_be_hidden()
+        page.click(f"#toggle-{panel}")
+        expect(page.locator(f"#{panel}")).to_be_in_viewport()
+        page.keyboard.press("Escape")
+        expect(page.locator(f"#{panel}")).to_be_hidden()
+        expect(page.locator(f"#toggle-{panel}")).to_be_focused()
+
+
+def test_page_is_usable_with_keyboard_only(servers: Servers, page: Page) -> None:
+    """Ask, edit, cancel, rename, search, settings and help without a pointer."""
+    show(page, servers.get().root)
+    page.keyboard.type(QUESTION)  # the input has the focus
+    page.keyboard.press("Enter")
+    answered(page)
+    page.keyboard.press("ArrowUp")
+    expect(page.locator(".editor textarea")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.locator(".editor")).to_have_count(0)
+    page.keyboard.press("Control+k")
+    expect(page.locator("#search")).to_be_focused()
+    page.keyboard.type("canada")
+    expect(page.locator("#history .title")).to_have_count(1)
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    expect(page.locator(".menu button").first).to_be_focused()
+    page.keyboard.press("Enter")
+    page.keyboard.type("Canada")
+    page.keyboard.press("Enter")
+    expect(page.locator("#history .title")).to_have_text("Canada")
+    page.keyboard.press("Control+,")
+    expect(page.locator("#settings")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#settings")).to_be_hidden()
+    page.keyboard.press("?")
+    expect(page.locator("#keys-dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+Shift+o")
+    expect(page.locator(".welcome")).to_be_visible()
+    expect(page.locator("#prompt")).to_be_focused()
+
+
+def test_theme_button_changes_colours_and_is_kept(servers: Servers, page: Page) -> None:
+    page.emulate_media(color_scheme="light")
+    show(page, servers.get().root)
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(background)
+    page.click("#theme")
+    assert page.evaluate(background) != light
+    page.reload()
+    assert page.evaluate(background) != light
 
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [1440, 1280, 390])
 def test_page_has_no_accessibility_violations(servers: Servers, browser: Browser, scheme: str, width: int) -> None:
-    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800})  # type: ignore[arg-type]
+    """The empty thread, an answer, the list of conversations, the settings, the dialogs and the live view."""
+    height = 844 if width == 390 else 900
+    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": height})  # type: ignore[arg-type]
     page = context.new_page()
-    show(page, servers.get().root)
-    ask(page, QUESTION)
-    answered(page)
-    for view in ("playground", "live"):
-        page.click(f"#tab-{view}")
-        page.wait_for_selector(".tile" if view == "live" else "#prompt")
+
+    def check() -> None:
+        page.evaluate("Promise.all(document.getAnimations().map((one) => one.finished.catch(() => {})))")
         found = Axe().run(page)
         assert found.violations_count == 0, found.generate_report()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
-            "the page must not need horizontal scrolling"
+            "the page needs horizontal scrolling"
         )
-    save_screenshot(page, f"web-{scheme}-{width}.png") if width == 390 else None
+
+    show(page, servers.get().root)
+    check()
+    settings(page, logprobs=True, temperature=0)
+    check()
+    page.keyboard.press("Control+,")
+    ask(page, f"# Heading\n\n| a | b |\n|---|---|\n| 1 | $x^2$ |\n\n```python\nprint(1)  # one\n```\n\n{QUESTION}")
+    answered(page)
+    check()
+    page.get_by_role("button", name="Token probabilities").click()
+    if page.locator("#sidebar").is_hidden():
+        page.click("#toggle-sidebar")
+    page.locator(".menu-button").click()
+    check()
+    page.keyboard.press("Escape")
+    if width == 390:
+        page.keyboard.press("Escape")
+    page.click("#tab-live")
+    page.wait_for_selector(".tile")
+    check()
+    page.click("#tab-live")
+    page.locator("#log").focus()
+    page.keyboard.press("?")
+    check()
     context.close()
 
 
-def test_page_size_is_limited(servers: Servers, browser: Browser) -> None:
-    page = browser.new_page()
-    sizes: list[int] = []
-    page.on("requestfinished", lambda request: sizes.append(request.sizes()["responseBodySize"]))
+@pytest.mark.slow
+def test_picture_of_a_chat(servers: Servers, page: Page) -> None:
+    """The pictures of the documentation: an answer with the probabilities of a token, and the page on a phone."""
+    page.set_viewport_size({"width": 1440, "height": 900})
     show(page, servers.get().root)
-    assert 10_000 < sum(sizes) <= 200_000
+    ask(page, "What is 348 + 127?")
+    assert "475" in answered(page)
+    page.keyboard.press("Control+Shift+o")
+    settings(page, logprobs=True, temperature=0)
+    ask(page, "What is the opposite of empty?")
+    answered(page)
+    page.get_by_role("button", name="Token probabilities").click()
+    ask(page, QUESTION)
+    assert ANSWER in answered(page, 1)
+    page.locator(".tokens").last.focus()
+    for _ in range(6):
+        page.keyboard.press("ArrowRight")
+    expect(page.locator("#tip tr")).to_have_count(5)
+    token = page.locator(".tokens .at").text_content()
+    expect(page.locator("#tip td b")).to_have_text(json.dumps(token))
+    save_screenshot(page, "web-playground.png")
+    page.emulate_media(color_scheme="dark")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.keyboard.press("Control+Shift+o")
+    expect(page.locator(".example")).to_have_count(4)
+    save_screenshot(page, "web-phone.png")
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def test_page_size_is_limited_and_libraries_are_loaded_on_demand(servers: Servers, browser: Browser) -> None:
+    page = browser.new_page()
+    sizes: dict[str, int] = {}
+    page.on("requestfinished", lambda request: sizes.update({request.url: request.sizes()["responseBodySize"]}))
+    show(page, servers.get().root)
+    assert 10_000 < sum(sizes.values()) <= 100_000
+    assert not [address for address in sizes if "/libraries/" in address or "/live/" in address]
     page.close()
+
+
+def test_files_are_compressed_and_cached(servers: Servers) -> None:
+    root = servers.get().root
+    page = httpx.get(root, headers={"accept-encoding": "gzip"})
+    assert page.headers["content-encoding"] == "gzip" and page.headers["cache-control"] == "no-cache"
+    assert httpx.get(root, headers={"accept-encoding": "identity"}).text == page.text
+    assert httpx.get(root, headers={"if-none-match": page.headers["etag"]}).status_code == 304
+    for address in re.findall(r"/web/libraries/[^&]+", page.text):
+        library = httpx.get(root + address)
+        assert library.headers["content-encoding"] == "gzip"
+        assert "immutable" in library.headers["cache-control"]
 
 
 @pytest.mark.slow
@@ -296,9 +439,12 @@ def test_page_has_utf8_characters_in_ascii_locale() -> None:
 
 
 @pytest.mark.slow
-def test_live_view_is_shown_under_root_path(page: Page) -> None:
+def test_page_works_under_root_path(page: Page) -> None:
     with Served("--root-path", "/llm") as server:
         show(page, f"{server.root}/llm/")
+        ask(page, f"**{QUESTION}**")
+        answered(page)
+        expect(page.locator(".bubble strong")).to_have_text(QUESTION)
         page.click("#tab-live")
         expect(page.locator(".tile")).not_to_have_count(0)
         assert page.evaluate("location.pathname") == "/llm/"

@@ -38,6 +38,7 @@ def inspect_machine() -> dict[str, Any]:
     from penstock.ops import backend
     from penstock.ops.cores import describe_nodes, describe_placement, usable_cores
     from penstock.planning.host_memory import free_host_bytes
+    from penstock.serve.web.files import describe_libraries
 
     from .advice import advice
 
@@ -75,6 +76,7 @@ def inspect_machine() -> dict[str, Any]:
             result["advice"] = problem
     else:
         result["advice"] = "install a C++ compiler (apt install g++), then reinstall penstock to build the CPU kernels"
+    result["web page"] = describe_libraries()
     result["weights"] = _weight_cache(options)
     cores = usable_cores(), os.cpu_count() or 1
     found = advice(isa, built, machine, options.kv_cache_memory_bytes, free_host_bytes(), cores)

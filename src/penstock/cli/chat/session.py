@@ -18,6 +18,7 @@ from penstock.core import Code, PenstockError
 from .backend import Answer, Backend, ContextFull
 from .conversation import Conversation, Message
 from .images import image_url, pasted_images
+from .speed import tokens_per_second
 from .stream import Stream
 from .terminal import Terminal
 from .tools import ToolCall, run_tool
@@ -222,8 +223,9 @@ class Session:
             self.statistics.tokens += tokens
             self.statistics.seconds += ended - started
             self.used = (answer.prompt_tokens or 0) + tokens
-            speed = tokens / (ended - started)
-            self.terminal.note(f"{tokens} tokens, {speed:.1f} tokens/s, first token after {first - started:.2f} s")
+            speed = tokens_per_second(tokens, started, first, ended)
+            shown = "" if speed is None else f"{speed:.1f} tokens/s, "
+            self.terminal.note(f"{tokens} tokens, {shown}first token after {first - started:.2f} s")
         maximum = self.conversation.sampling.get("max_tokens", math.inf)
         if answer.finish_reason == "length" and (tokens is None or tokens < maximum):
             self.terminal.print_error(FULL)

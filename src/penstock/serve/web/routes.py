@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
+from collections.abc import Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -11,36 +12,31 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from penstock import demo
 from penstock.version import __version__
 
 from ..dialects.openai.schema import ErrorResponse
 from ..http.access import Access
 from ..http.openapi import OBJECT, operation, reference
-from ..http.routes import Endpoint, Route, Routes
+from ..http.routes import Route, Routes
 from ..models.served_models import ServedModel, ServedModels
 from ..shared_result import SharedResult
+from .files import STATIC, PageFile, library_files, page_paths, static_files
 from .live import INTERVAL, state_of
 
-STATIC = Path(__file__).with_name("static")
-MEDIA_TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css", ".js": "text/javascript"}
-PAGE_PATHS = frozenset(("/", *(f"/web/{path.name}" for path in STATIC.iterdir() if path.suffix != ".html")))
+PAGE_PATHS = page_paths()
 """Paths of the page's files."""
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
-    "base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
-)
-"""Content-Security-Policy: the page never executes model output and contacts no other host."""
+LAZY = ("/web/live/",)
+"""Prefixes of modules that are loaded when they are first needed."""
 
 
 def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add the routes of the page and its data."""
     root = served_models.options.root_path.rstrip("/")
-    page = (STATIC / "index.html").read_text(encoding="utf-8")
-    page = page.replace("{root}", escape(root)).replace("{version}", __version__)
-    routes.append(Route("/", _file(page.encode(), ".html"), access=Access.PUBLIC))
-    for path in STATIC.iterdir():
-        if path.suffix != ".html":
-            routes.append(Route(f"/web/{path.name}", _file(path.read_bytes(), path.suffix), access=Access.PUBLIC))
+    files, libraries = list(static_files()), list(library_files())
+    page = PageFile("/", _page(root, files, libraries).encode(), ".html")
+    for file in (page, *files, *libraries):
+        routes.append(Route(file.path, file.answer, access=Access.PUBLIC))
 
     state = SharedResult(partial(state_of, served_models), INTERVAL)
 
@@ -56,6 +52,24 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     add("/web/live", live, summary="State of the engines, for the live view")
 
 
+def _page(root: str, files: Sequence[PageFile], libraries: Sequence[PageFile]) -> str:
+    """The HTML document: loads style sheets and modules in parallel, and names the libraries and their addresses."""
+    eager = [file.path[1:] for file in files if not file.path.startswith(LAZY)]
+    links = [f'<link rel="stylesheet" href="{path}">' for path in eager if path.endswith(".css")]
+    links += [f'<link rel="modulepreload" href="{path}">' for path in eager if path.endswith(".js")]
+    addresses = {file.path.rpartition("/")[2]: f"{root}{file.path}?{file.digest}" for file in libraries}
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    values = {
+        "root": escape(root),
+        "version": __version__,
+        "links": "\n".join(links),
+        "libraries": escape(json.dumps(addresses)),
+    }
+    for name, value in values.items():
+        page = page.replace("{" + name + "}", value)
+    return page
+
+
 def _described(service: ServedModel) -> dict[str, Any]:
     pool = service.gateway.engine_pool
     engine = pool.engine
@@ -63,28 +77,10 @@ def _described(service: ServedModel) -> dict[str, Any]:
     return {
         "name": service.name,
         "names": [*service.names, *pool.adapters],
+        "built_in": Path(service.configuration.engine.model or demo.CHAT) == demo.CHAT,
         "context": engine.max_model_len if engine else None,
         "chat": service.gateway.input_processor.tokenizer.template_source is not None,
         "images": service.sees_images,
         "tools": tools is not None,
         "reasoning": reasoning is not None,
     }
-
-
-def _file(content: bytes, suffix: str) -> Endpoint:
-    """Endpoint of a static file. Answers 304 if the client's ETag matches."""
-    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    headers = {
-        "etag": etag,
-        "cache-control": "no-cache",
-        "content-security-policy": POLICY,
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-    }
-
-    async def answer(request: Request) -> Response:
-        if request.headers.get("if-none-match") == etag:
-            return Response(status_code=304, headers=headers)
-        return Response(content, media_type=MEDIA_TYPES[suffix], headers=headers)
-
-    return answer

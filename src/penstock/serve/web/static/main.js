@@ -1,56 +1,72 @@
-// Main module: the two views, the model list, the theme, and the API key.
+// Start of the page: views, panels, theme, shortcuts, and the list of models.
 
-import { askForKey, call } from "./api.js";
-import { $, notify } from "./dom.js";
-import * as live from "./live.js";
-import * as playground from "./playground.js";
+import { askForKey } from "./api/key.js";
+import { loadModels, startModels } from "./api/models.js";
+import * as chat from "./chat/chat.js";
+import { $, drawIcons } from "./ui/dom.js";
+import { closeOverlay, setPanel, startPanels, togglePanel } from "./ui/panels.js";
+import { startShortcuts } from "./ui/shortcuts.js";
+import { startTheme } from "./ui/theme.js";
+import { toastError } from "./ui/toast.js";
 
-const VIEWS = ["playground", "live"];
-const dark = matchMedia("(prefers-color-scheme: dark)");
+const RETRY = 2000;
+let live = null;
 
-function showView() {
-  const chosen = VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : VIEWS[0];
-  for (const view of VIEWS) {
-    $(view).hidden = view !== chosen;
-    if (view === chosen) $(`tab-${view}`).setAttribute("aria-current", "page");
-    else $(`tab-${view}`).removeAttribute("aria-current");
-  }
-  live.setVisible(chosen === "live");
+/** Show the view of the address: chat, or live view, which is loaded when it is first shown. */
+async function showView() {
+  const isLive = location.hash === "#live";
+  document.body.dataset.view = isLive ? "live" : "chat";
+  $("chat").hidden = isLive;
+  $("live").hidden = !isLive;
+  if (isLive) $("tab-live").setAttribute("aria-current", "page");
+  else $("tab-live").removeAttribute("aria-current");
+  if (isLive) live ??= await import("./live/live.js");
+  live?.setVisible(location.hash === "#live");
 }
 
-function showTheme() {
-  const theme = localStorage.getItem("penstock-theme") ?? (dark.matches ? "dark" : "light");
-  document.documentElement.dataset.theme = theme;
-  live.redraw();
-  return theme;
-}
+let failing = null;
 
-async function loadModels() {
+async function refreshModels() {
   try {
-    const { models } = await (await call("web/models")).json();
-    playground.setModels(models);
-    notify(models.length ? "" : "No model is loaded yet.");
-    if (!models.length) setTimeout(loadModels, 2000);
+    const number = await loadModels();
+    failing?.();
+    failing = number ? null : toastError("No model is loaded yet.", { hint: "The page continues when one is ready." });
+    chat.adaptToModel();
+    if (!number) setTimeout(refreshModels, RETRY);
   } catch (error) {
-    notify(`The server does not answer: ${error.message}`);
-    setTimeout(loadModels, 2000);
+    failing?.();
+    failing = toastError(error);
+    setTimeout(refreshModels, RETRY);
   }
 }
 
-// With the base element, #live would link to the root; handle the views' links here.
-for (const view of VIEWS) {
-  $(`tab-${view}`).addEventListener("click", (event) => { event.preventDefault(); location.hash = view; });
-}
-document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); $("main").focus(); });
-addEventListener("hashchange", showView);
-dark.addEventListener("change", showTheme);
-$("theme").addEventListener("click", () => {
-  localStorage.setItem("penstock-theme", showTheme() === "dark" ? "light" : "dark");
-  showTheme();
+drawIcons();
+startPanels();
+startModels(chat.adaptToModel);
+chat.startChat();
+startTheme(() => live?.redraw());
+// With the base element, #live would link to the root; handle the link here.
+$("tab-live").addEventListener("click", (event) => {
+  event.preventDefault();
+  location.hash = location.hash === "#live" ? "" : "live";
 });
-$("enter-key").addEventListener("click", async () => { if (await askForKey()) loadModels(); });
-playground.start();
-live.start();
-showTheme();
+document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); $("main").focus(); });
+for (const button of document.querySelectorAll("[data-close]")) button.addEventListener("click", () => button.closest("dialog").close(""));
+addEventListener("hashchange", showView);
+$("enter-key").addEventListener("click", async () => { if (await askForKey()) refreshModels(); });
+$("show-keys").addEventListener("click", () => $("keys-dialog").showModal());
+startShortcuts([
+  { keys: "enter", about: "Send the message" },
+  { keys: "shift+enter", about: "New line" },
+  { keys: "escape", about: "Stop the answer, or close a panel", typing: true, run: () => closeOverlay() || chat.stop() },
+  { keys: "/", about: "Go to the message", run: () => { $("prompt").focus(); } },
+  { keys: "arrowup", about: "Edit the last message (in an empty input)", typing: true, run: (event) => event.target === $("prompt") && !$("prompt").value && chat.editLast() },
+  { keys: "ctrl+shift+o", about: "New conversation", typing: true, run: () => { chat.startNew(); } },
+  { keys: "ctrl+k", about: "Search conversations", typing: true, run: () => { setPanel("sidebar", true); $("search").focus(); } },
+  { keys: "ctrl+b", about: "Show or hide the conversations", typing: true, run: () => togglePanel("sidebar") },
+  { keys: "ctrl+,", about: "Show or hide the settings", typing: true, run: () => togglePanel("settings") },
+  { keys: "?", about: "Show this list", run: () => { $("keys-dialog").showModal(); } },
+]);
 showView();
-loadModels();
+refreshModels();
+$("prompt").focus();

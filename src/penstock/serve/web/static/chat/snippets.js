@@ -1,6 +1,6 @@
 // A request as curl and Python code. The code reads the API key from the environment.
 
-import { hasKey } from "./api.js";
+import { storedKey } from "../api/key.js";
 
 const SHORT = 200;
 
@@ -10,7 +10,7 @@ const shorten = (key, value) =>
 
 export function asCurl(path, body) {
   const url = new URL(path, document.baseURI).href;
-  const key = hasKey() ? " \\\n  -H \"Authorization: Bearer $PENSTOCK_API_KEY\"" : "";
+  const key = storedKey() ? " \\\n  -H \"Authorization: Bearer $PENSTOCK_API_KEY\"" : "";
   const data = JSON.stringify(body, shorten, 2).replaceAll("'", "'\\''");
   return `curl ${url}${key} \\\n  -H "Content-Type: application/json" \\\n  -d '${data}'`;
 }
@@ -26,10 +26,10 @@ export function asPython(path, body) {
     else extra[name] = value;
   }
   if (Object.keys(extra).length) lines.push(`    extra_body=${literal(extra, 4)},`);
-  const key = hasKey() ? "os.environ[\"PENSTOCK_API_KEY\"]" : "\"none\"";
+  const key = storedKey() ? "os.environ[\"PENSTOCK_API_KEY\"]" : "\"none\"";
   const show = method === "completions"
     ? "print(chunk.choices[0].text, end=\"\")" : "print(chunk.choices[0].delta.content or \"\", end=\"\")";
-  return `${hasKey() ? "import os\n\n" : ""}from openai import OpenAI\n\n`
+  return `${storedKey() ? "import os\n\n" : ""}from openai import OpenAI\n\n`
     + `client = OpenAI(base_url=${literal(base)}, api_key=${key})\n`
     + `stream = client.${method}.create(\n${lines.join("\n")}\n)\nfor chunk in stream:\n    if chunk.choices:\n        ${show}\n`;
 }

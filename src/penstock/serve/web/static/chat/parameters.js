@@ -1,6 +1,6 @@
 // Sampling parameters: names, ranges and descriptions.
 
-import { make } from "./dom.js";
+import { make } from "../ui/dom.js";
 
 const PARAMETERS = [
   ["temperature", 0, 100, 0.1, "Randomness: 0: always the most likely token; 1: the model's distribution."],
@@ -17,18 +17,20 @@ const PARAMETERS = [
   ["n", 1, 128, 1, "Number of answers to generate."],
 ];
 
-/** Add a field for each parameter to an element. */
-export function addParameters(parent) {
-  for (const [name, min, max, step, description] of PARAMETERS) {
+const COMMON = 3;
+
+/** Add a field for each parameter: the most used ones to one element, the others to another. */
+export function addParameters(common, others) {
+  PARAMETERS.forEach(([name, min, max, step, description], i) => {
     const id = `parameter-${name}`;
     const field = make("input", { id, name, type: step === null ? "text" : "number", placeholder: "default", "aria-describedby": `${id}-about` });
     if (min !== null) field.min = min;
     if (max !== null) field.max = max;
     if (step !== null) field.step = step === 1 ? 1 : "any";
-    parent.append(make("div", { className: "parameter" },
+    (i < COMMON ? common : others).append(make("div", { className: "parameter" },
       make("label", { htmlFor: id }, name), field,
       make("span", { className: "quiet", id: `${id}-about` }, description)));
-  }
+  });
 }
 
 /** Read the non-empty parameters as request fields. Throws an Error for a value out of range. */

@@ -1,0 +1,34 @@
+// Theme: as the system has it, light or dark.
+
+import { $ } from "./dom.js";
+
+const STORED = "penstock-theme";
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+/** Colours of the style sheet as the browser resolves them, for canvases. */
+export function colour(name) {
+  const probe = $("theme");
+  const before = probe.style.color;
+  probe.style.color = `var(--${name})`;
+  const value = getComputedStyle(probe).color;
+  probe.style.color = before;
+  return value;
+}
+
+const current = () => localStorage.getItem(STORED) ?? (dark.matches ? "dark" : "light");
+
+/** Apply the theme; `onChange` runs after each change. */
+export function startTheme(onChange) {
+  const apply = () => {
+    const stored = localStorage.getItem(STORED);
+    if (stored) document.documentElement.dataset.theme = stored;
+    $("theme").title = `Theme: ${current()}`;
+    onChange();
+  };
+  $("theme").addEventListener("click", () => {
+    localStorage.setItem(STORED, current() === "dark" ? "light" : "dark");
+    apply();
+  });
+  dark.addEventListener("change", apply);
+  apply();
+}
