@@ -294,6 +294,7 @@ def models() -> list[Feature]:
             "compressed attention (DeepSeek-V4)",
             "models/compressed_attention::model_matches_transformers",
             "models/compressed_attention::reference_ops_match_cpu_kernels",
+            f"{MORE}::tokens_of_compressed_attention_equal_reference_backend",
             check=load(COMPRESSED),
         ),
         Feature(

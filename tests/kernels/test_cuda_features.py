@@ -11,6 +11,7 @@ import encoder_checkpoints
 import interpreted  # noqa: F401 - must precede the kernels
 import pytest
 import state_families
+import test_compressed_attention
 import test_sparse_attention
 import test_speculative_heads as heads
 import torch
@@ -82,6 +83,12 @@ def test_embeddings_of_decoder_equal_reference_backend(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["v3", "v2, experts in groups", "v3.2", "glm-5, shared selection, experts"])
 def test_tokens_of_latent_attention_equal_reference_backend(name: str, tmp_path: Path) -> None:
     save_with_bias((CONFIGS | test_sparse_attention.CONFIGS)[name], tmp_path)
+    assert tokens(tmp_path, ops="cuda") == tokens(tmp_path, ops="reference")
+
+
+@pytest.mark.thorough
+def test_tokens_of_compressed_attention_equal_reference_backend(tmp_path: Path) -> None:
+    test_compressed_attention.save_v4(tmp_path)
     assert tokens(tmp_path, ops="cuda") == tokens(tmp_path, ops="reference")
 
 

@@ -254,11 +254,14 @@ def mixtures(whole: bool) -> Calls:
 
     hidden, inter, top_k, count = 2048, 768, 8, 16
     routings = [Routing(top_k), Routing(top_k, "sigmoid", True, 1e-20, 2.5, 4, 2, "two best")]
+    by_token = Routing(top_k, "sqrtsoftplus", True, 1e-20, 1.5)
     for tokens in TOKENS if whole else (1, 2048):
         logits, x = torch.empty(tokens, count), empty(tokens, hidden)
         for number, routing in enumerate(routings):
             vectors = (logits[0], logits[0]) if number else (None, None)
             yield f"router {number}", partial(experts.select_experts, logits, routing, *vectors)
+        ids, table = torch.empty(tokens).long(), torch.empty(1000, top_k).long()
+        yield "router by token", partial(experts.select_experts, logits, by_token, None, None, ids, table)
         ids, weights = torch.empty(tokens, top_k).long(), torch.empty(tokens, top_k)
         yield "combine", partial(experts.combine_experts, empty(tokens, top_k, hidden), weights, x, logits[:, :1])
         for name in FORMATS if whole else ("none", "wint4-g32"):
@@ -364,6 +367,50 @@ def sparse(whole: bool) -> Calls:
         yield f"sparse attention {heads}", attend
 
 
+def compressed(whole: bool) -> Calls:
+    """Compressed attention and hyper-connections in the shapes of DeepSeek-V4."""
+    from penstock.ops import AttentionMetadata, Batch, KVSpec, StateBatch
+    from penstock.ops.compressed import Compression
+    from penstock.ops.cuda import compressed as ops
+    from penstock.ops.cuda import kv_cache
+
+    def integers(count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32)
+
+    tokens, heads, streams, hidden = 8, 64, 4, 4096
+    attention = AttentionMetadata(integers(5), integers(4), torch.zeros(4, 100, dtype=torch.int32))
+    numbers = StateBatch([], integers(4), integers(4), integers(4), integers(5), integers(12), integers(12))
+    none, table = torch.zeros(tokens, dtype=torch.int64), torch.empty(4096, 64)
+    batch = Batch(none, none, none, attention, none, attention, states=numbers)
+    for rate, index_dim in ((4, 128), (128, 0), (0, 0)):
+        entry = 512 + index_dim if rate else 0
+        spec = KVSpec(1, 512 + entry, "bfloat16", 64, latent=512, index_dim=entry)
+        cache = kv_cache.new_kv_cache([spec], 2, CPU)[0]
+        for dim, offset in [(512, 512)] * (rate > 0) + [(index_dim, 1024)] * (index_dim > 0):
+            sizes = Compression(dim, rate, index_dim > 0, offset, 1e-6, "state", "kept")
+            width = 2 * sizes.channels
+            kept = {"state": empty(12, sizes.span, width), "kept": empty(8, 2, width)}
+            bias, norm = torch.empty(rate, sizes.channels), torch.empty(dim)
+            given = empty(tokens, width), sizes, bias, norm, table, cache, kept, batch
+            yield f"compress {rate} {dim}", partial(ops.compress, *given)
+        index = (empty(tokens, 64, 128), torch.empty(tokens, 64), 0.1) if index_dim else ()
+
+        def attend(cache: Any = cache, rate: int = rate, index: Any = index) -> None:
+            metadata = AttentionMetadata(integers(5), integers(4), torch.zeros(4, 100, dtype=torch.int32))
+            selection = ops.select_entries(cache, metadata, tokens, 128, rate, 512 if rate else 0, *index)
+            ops.compressed_attention(empty(tokens, heads, 512), cache, selection, 0.1, torch.empty(heads))
+
+        yield f"compressed_attention {rate}", attend
+    for inverse in (False, True):
+        yield "rotate_tail", partial(ops.rotate_tail, empty(tokens, heads, 512), none, table, inverse)
+    for width, kinds in ((streams, 1), ((2 + streams) * streams, 3)):
+        weights = torch.empty(tokens, width)
+        yield "hyper_weights", partial(ops.hyper_weights, weights, weights[0], torch.empty(kinds), streams, 20, 1e-6)
+    residual = empty(tokens, streams * hidden)
+    yield "collapse_streams", partial(ops.collapse_streams, residual, weights, streams)
+    yield "mix_streams", partial(ops.mix_streams, empty(tokens, hidden), residual, weights, streams)
+
+
 def states(whole: bool) -> Calls:
     """Recurrent layers in the shapes of Qwen3-Next, Kimi-Linear, Nemotron-H, MiniMax-01, Jamba and RecurrentGemma."""
     from penstock.ops import AttentionMetadata, Batch, DeltaSizes, ScanWeights, StateBatch, StateSpaceSizes
@@ -434,6 +481,7 @@ OPS: tuple[Callable[[bool], Calls], ...] = (
     attentions,
     latents,
     sparse,
+    compressed,
     states,
     sampling,
 )

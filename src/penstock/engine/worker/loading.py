@@ -79,7 +79,6 @@ def load_models(
     for is_limited, models in (
         (config.has_vision, "models with image input"),
         (config.speech, "speech-to-text models"),
-        (config.compressed, config.architecture),
     ):
         if is_limited and device.type != "cpu":
             raise PenstockError(Code.UNSUPPORTED, f"device: {device} is not supported for {models}; use cpu", "device")

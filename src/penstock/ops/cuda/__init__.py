@@ -11,20 +11,17 @@ import triton
 
 from penstock.core import Code, PenstockError
 
-from ..reference import (
+from ..reference import concatenate, count_experts, empty, place_experts
+from .attention import attention
+from .compressed import (
     collapse_streams,
     compress,
     compressed_attention,
-    concatenate,
-    count_experts,
-    empty,
     hyper_weights,
     mix_streams,
-    place_experts,
     rotate_tail,
     select_entries,
 )
-from .attention import attention
 from .elementwise import (
     activation,
     activation_and_mul,

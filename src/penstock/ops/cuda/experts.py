@@ -61,8 +61,8 @@ def select_experts(
     token_ids: Tensor | None = None,
     table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference.select_experts``. Without hash routing and the scores of DeepSeek-V4, which runs only on CPUs."""
-    assert table is None and routing.scores in ("softmax", "sigmoid")
+    """See ``reference.select_experts``."""
+    assert table is None or table.is_contiguous()
     tokens, experts = logits.shape
     ids = logits.new_empty((tokens, routing.top_k), dtype=torch.int64)
     weights = logits.new_empty((tokens, routing.top_k))
@@ -72,6 +72,8 @@ def select_experts(
         logits,
         bias,
         factors,
+        token_ids,
+        table,
         ids,
         weights,
         experts,
@@ -81,7 +83,7 @@ def select_experts(
         TOP_K=routing.top_k,
         GROUPS=routing.groups,
         TOP_GROUPS=routing.top_groups,
-        SIGMOID=routing.scores == "sigmoid",
+        SCORES=routing.scores,
         SUM_TOP2=routing.group_score == "two best",
         RENORMALIZE=routing.renormalize,
         SIZE=power_of_two(experts),

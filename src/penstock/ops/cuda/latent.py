@@ -110,14 +110,14 @@ def latent_rope_and_store(
         out.stride(1),
         *block_strides(cache),
         HEADS=heads,
-        LATENT=spec.latent,
+        LATENT=latent.shape[1],
         INDEX=spec.index_dim,
         HALF=rope_dim // 2,
         INTERLEAVED=interleaved,
         PAGE=spec.block_size,
         QUANTIZATION=spec.quantization,
         ROWS=min(HEADS, power_of_two(heads)),
-        DIM=power_of_two(spec.latent),
+        DIM=power_of_two(latent.shape[1]),
         HALF_BLOCK=power_of_two(rope_dim // 2),
         INDEX_BLOCK=power_of_two(max(spec.index_dim, 1)),
         num_warps=4,
@@ -127,9 +127,31 @@ def latent_rope_and_store(
 def latent_attention(
     q: Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, latent: int, selected: bool = False
 ) -> Tensor:
-    """See ``reference.latent_attention``. Runs the three kernels of ``attention.attention``."""
+    """See ``reference.latent_attention``."""
+    assert latent == cache.spec.latent
+    return attend_latent(q, cache, metadata, scale, selected)
+
+
+def attend_latent(
+    q: Tensor,
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+    scale: float,
+    selected: bool = False,
+    parts: int = 1,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Run the three kernels of ``attention.attention`` over a latent cache.
+
+    Args:
+        q, metadata, scale, selected: arguments of ``reference.latent_attention``.
+        parts: number of vectors of a slot, which the slots of a selection are multiplied by (see
+            ``reference.select_entries``).
+        sinks: ``AttentionOptions.sinks``.
+    """
     spec, (tokens, heads, dim) = cache.spec, q.shape
-    assert q.is_contiguous() and latent == spec.latent and metadata.block_tables.stride(1) == 1
+    latent = spec.latent
+    assert q.is_contiguous() and metadata.block_tables.stride(1) == 1
     out = torch.empty((tokens, heads, latent), dtype=q.dtype, device=q.device)
     sequences = len(metadata.block_tables)
     if not sequences:
@@ -139,7 +161,7 @@ def latent_attention(
         variant = Variant(16, 16, 4, 1, 1, True)
     else:
         variant = Variant(16, 16, 8, 2, 1, True) if spec.quantization else Variant(32, 32, 8, 2, 1, True)
-    options = AttentionOptions(scale)
+    options = AttentionOptions(scale, sinks=sinks)
     plan = plan_of(metadata, variant, heads, 1, latent, options)
     launch(
         kernels.latent_attention,
@@ -154,6 +176,7 @@ def latent_attention(
         plan.tensor,
         plan.partial,
         plan.partial_sums,
+        sinks,
         sequences,
         plan.first_row,
         scale * math.log2(math.e),
@@ -166,6 +189,7 @@ def latent_attention(
         ROW=spec.head_dim,
         PAGE=spec.block_size,
         SELECTED=selected,
+        PARTS=parts,
         QUANTIZED=bool(spec.quantization),
         SPLIT=SPLIT,
         TILE=variant.tile,
@@ -183,14 +207,36 @@ def latent_attention(
 def select_keys(
     q: Tensor, weights: Tensor, cache: LayerCache, metadata: AttentionMetadata, top_k: int, scale: float
 ) -> AttentionMetadata:
-    """See ``reference.select_keys``. Queries are processed in groups, whose scores use limited memory."""
-    spec, (tokens, heads, dim) = cache.spec, q.shape
-    assert q.is_contiguous() and weights.is_contiguous() and metadata.block_tables.stride(1) == 1
+    """See ``reference.select_keys``."""
+    return select(cache, metadata, q.shape[0], top_k, q, weights, scale)
+
+
+def select(
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+    tokens: int,
+    top_k: int,
+    q: Tensor | None,
+    weights: Tensor | None,
+    scale: float,
+    window: int = 0,
+    rate: int = 1,
+    parts: int = 1,
+) -> AttentionMetadata:
+    """Select the last ``window`` positions, and ``top_k`` of the other candidates: all positions, or the last positions
+    of entries of ``rate`` tokens (0: no candidates). Queries are processed in groups, whose scores use limited memory.
+
+    Args:
+        q, weights: None if there are at most ``top_k`` candidates.
+        parts: argument of ``attend_latent``.
+    """
+    spec, device = cache.spec, metadata.seq_lens.device
+    assert metadata.block_tables.stride(1) == 1
     sequences, width = metadata.block_tables.shape
-    max_len, device = width * spec.block_size, q.device
-    starts, counts, plan = _shared(metadata, tokens, top_k)
-    slots = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
-    row = max_len if max_len > top_k else 0
+    candidates = width * spec.block_size // rate if rate else 0
+    starts, counts, plan = _shared(metadata, tokens, (window, rate, top_k))
+    slots = torch.empty((tokens, window + top_k), dtype=torch.int32, device=device)
+    row = candidates if q is not None and candidates > top_k else 0
     group = min(max(SCORE_BYTES // 4 // row, 1), tokens) if row else tokens
     # allocated once, since the forward pass that measures the memory of activations has short sequences
     scores = workspace(device, max(SCORE_BYTES, 4 * row) if row else 0)[: group * row].view(group, row)
@@ -198,9 +244,11 @@ def select_keys(
     for first in range(0, tokens if sequences else 0, max(group, 1)):
         queries = min(group, tokens - first)
         if row:
+            assert q is not None and weights is not None and q.is_contiguous() and weights.is_contiguous()
+            heads, dim = q.shape[1:]
             launch(
                 sparse_kernels.index_scores,
-                (queries, -(-max_len // SCORE_POSITIONS)),
+                (queries, -(-candidates // SCORE_POSITIONS)),
                 q,
                 weights,
                 cache.values,
@@ -217,6 +265,7 @@ def select_keys(
                 ROW=spec.head_dim,
                 PAGE=spec.block_size,
                 TOP_K=top_k,
+                RATE=rate,
                 POSITIONS=SCORE_POSITIONS,
                 TILE=SCORE_TILE,
                 ROWS=max(power_of_two(heads), 16),
@@ -237,17 +286,22 @@ def select_keys(
             metadata.block_tables.stride(0),
             PAGE=spec.block_size,
             TOP_K=top_k,
+            WINDOW=window,
+            RATE=rate,
+            PARTS=parts,
             BLOCK=SELECT_BLOCK,
             num_warps=8,
         )
     return AttentionMetadata(starts, counts, slots, plan=plan)
 
 
-def _shared(metadata: AttentionMetadata, tokens: int, top_k: int) -> tuple[Tensor, Tensor, dict[Any, Any]]:
-    """``query_start_loc``, ``seq_lens`` and plan of the selections of a step, which all layers share. Padding tokens
-    are no queries."""
+def _shared(
+    metadata: AttentionMetadata, tokens: int, sizes: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, dict[Any, Any]]:
+    """``query_start_loc``, ``seq_lens`` and plan of the selections of a step, which all layers with the same ``sizes``
+    (window, rate and ``top_k``) share. Padding tokens are no queries."""
     metadata.plan = {} if metadata.plan is None else metadata.plan
-    key = "selected keys", top_k
+    key = "selected keys", sizes
     if key not in metadata.plan:
         numbers = torch.arange(tokens + 1, dtype=torch.int32, device=metadata.seq_lens.device)
         starts = torch.minimum(numbers, metadata.query_start_loc[-1:])

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .states import softplus
+
 
 @triton.jit
 def _argmax(values, index):
@@ -16,6 +18,8 @@ def route(
     logits,
     bias,
     factors,
+    token_ids,
+    table,
     ids,
     weights,
     experts,
@@ -25,20 +29,22 @@ def route(
     TOP_K: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORES: tl.constexpr,
     SUM_TOP2: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SIZE: tl.constexpr,
     TOP_K_SIZE: tl.constexpr,
 ):
     """Selects the experts of a token, and computes their weights. SIZE and TOP_K_SIZE are the number of experts and
-    TOP_K, rounded up to powers of two."""
+    TOP_K, rounded up to powers of two. With ``table``, the experts are those of the token id."""
     token = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, SIZE)
     valid = index < experts
     x = tl.load(logits + token * experts + index, mask=valid, other=float("-inf"))
-    if SIGMOID:
+    if SCORES == "sigmoid":
         scores = 1 / (1 + tl.exp(-x))
+    elif SCORES == "sqrtsoftplus":
+        scores = tl.sqrt(softplus(x))
     else:
         clean = tl.where(x == x, x, float("-inf"))
         e = tl.where(valid, tl.exp(x - tl.max(clean, 0)), 0.0)
@@ -71,8 +77,11 @@ def route(
     values = tl.zeros((TOP_K_SIZE,), tl.float32)
     total = 0.0
     for j in tl.static_range(TOP_K):
-        candidates = tl.where(used, float("-inf"), biased)
-        expert = tl.min(tl.where((used == 0) & (candidates == tl.max(candidates, 0)), index, SIZE), 0)
+        if table is not None:
+            expert = tl.load(table + tl.load(token_ids + token) * TOP_K + j).to(tl.int32)
+        else:
+            candidates = tl.where(used, float("-inf"), biased)
+            expert = tl.min(tl.where((used == 0) & (candidates == tl.max(candidates, 0)), index, SIZE), 0)
         value = tl.sum(tl.where(index == expert, scores, 0.0), 0)
         used = used | (index == expert)
         expert_ids = tl.where(slot == j, expert, expert_ids)

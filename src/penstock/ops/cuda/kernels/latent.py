@@ -7,7 +7,16 @@ A layer's cache is ``[blocks, 1, 1, block_size, head_dim]``. The vector of a tok
 import triton
 import triton.language as tl
 
-from .attention import NEG_INF, find_sequence, finish_split, finite_max, merge_factors, num_splits, sum_halves
+from .attention import (
+    NEG_INF,
+    find_sequence,
+    finish_split,
+    finite_max,
+    inverse_sum,
+    merge_factors,
+    num_splits,
+    sum_halves,
+)
 from .kv_cache import MIN_MAGNITUDE, ROUND
 
 
@@ -158,6 +167,7 @@ def latent_attention(
     plan,
     partial,
     partial_sums,
+    sinks,
     num_seqs,
     first_row,
     scale,
@@ -171,6 +181,7 @@ def latent_attention(
     ROW: tl.constexpr,
     PAGE: tl.constexpr,
     SELECTED: tl.constexpr,
+    PARTS: tl.constexpr,
     QUANTIZED: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
@@ -180,7 +191,8 @@ def latent_attention(
 ):
     """``attention.attention`` with ``IN_MEMORY`` for a latent cache. All heads share a key, and the value is the
     beginning of the key: a vector is read once for both products. ``ROW``: elements of a cached vector, perhaps with
-    an index key. ``SELECTED``: the table holds slots of positions, instead of blocks."""
+    an index key. ``SELECTED``: the table holds slots of positions, instead of blocks, times ``PARTS``, the number of
+    vectors of a slot, plus the number of the vector."""
     HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     TOKENS: tl.constexpr = ROWS // HEAD_TILE
     HEAD_DIM: tl.constexpr = LATENT + ROPE
@@ -218,7 +230,8 @@ def latent_attention(
             query = q + ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM
             latent_mask, rope_mask = valid[:, None] & (dims < LATENT)[None], valid[:, None] & (rope_dims < ROPE)[None]
             queries = tl.load(query[:, None] + dims[None], mask=latent_mask, other=0.0)
-            rope_queries = tl.load(query[:, None] + LATENT + rope_dims[None], mask=rope_mask, other=0.0)
+            if ROPE > 0:
+                rope_queries = tl.load(query[:, None] + LATENT + rope_dims[None], mask=rope_mask, other=0.0)
             table = block_tables + sequence.to(tl.int64) * table_stride
             partial_row = (partial_start + token * splits) * HEADS + head
 
@@ -230,18 +243,22 @@ def latent_attention(
                 at = tile * TILE + columns
                 mask = at < end_position  # positions to which no query attends may hold NaN
                 if SELECTED:
-                    slot = tl.load(table + at, mask=mask, other=0)
+                    entry = tl.load(table + at, mask=mask, other=0)
+                    slot, part = entry // PARTS, entry % PARTS * LATENT
                     block, offset = (slot // PAGE).to(tl.int64), slot % PAGE
                 else:
-                    block, offset = tl.load(table + at // PAGE, mask=mask, other=0).to(tl.int64), at % PAGE
-                key = values + (block * block_stride + offset * ROW)[:, None]
+                    block, offset, part = tl.load(table + at // PAGE, mask=mask, other=0).to(tl.int64), at % PAGE, 0
+                key = values + (block * block_stride + offset * ROW + part)[:, None]
                 k = tl.load(key + dims[None], mask=mask[:, None] & (dims < LATENT)[None], other=0.0)
-                rope_k = tl.load(
-                    key + LATENT + rope_dims[None], mask=mask[:, None] & (rope_dims < ROPE)[None], other=0.0
-                )
-                k, rope_k = k.to(queries.dtype), rope_k.to(queries.dtype)
+                k = k.to(queries.dtype)
+                if ROPE > 0:
+                    rope_k = tl.load(
+                        key + LATENT + rope_dims[None], mask=mask[:, None] & (rope_dims < ROPE)[None], other=0.0
+                    )
+                    rope_k = rope_k.to(queries.dtype)
                 scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
-                scores = tl.dot(rope_queries, tl.trans(rope_k), scores, input_precision="ieee")
+                if ROPE > 0:
+                    scores = tl.dot(rope_queries, tl.trans(rope_k), scores, input_precision="ieee")
                 if QUANTIZED:
                     key_scale = tl.load(scales + block * scale_stride + offset, mask=mask, other=0.0)
                     scores *= (key_scale * scale)[None]
@@ -271,7 +288,7 @@ def latent_attention(
                     all_total = tl.load(partial_sums + row * 2 + 1, mask=loaded, other=0.0)
                     new, alpha, beta = merge_factors(all_largest, largest)
                     total = all_total * alpha + total * beta
-                    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+                    inverse = inverse_sum(total, new, sinks, head, valid)
                     finish_split(
                         acc, beta, alpha, inverse, partial + row * LATENT, target,
                         loaded, stored, finished, 0, LATENT, True,
