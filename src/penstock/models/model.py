@@ -84,6 +84,9 @@ class Model(LanguageModelHead, Protocol):
     """Indices of the layers of this pipeline stage."""
     lora_targets: Mapping[str, LoRATarget | None]
     """Matrices that LoRA adapters may change, by name in the checkpoint; None: matrix of another pipeline stage."""
+    batch_invariant: bool
+    """Whether results do not depend on the batch with ``BATCH_INVARIANT`` kernels. False for some models run by
+    transformers."""
     mapped_bytes: int
     """Bytes of packed weights that are mapped from disk. The system counts these as free memory, because it can read
     them again, but every step needs them."""
@@ -140,6 +143,7 @@ class BaseModel:
         self.layers = context.layers or range(config.num_layers)
         self.lora_targets: Mapping[str, LoRATarget | None] = {}
         self.mapped_bytes = 0
+        self.batch_invariant = True
         self.heads: Mapping[str, PoolerHead] = {}
         self.draft_heads: Sequence[DraftHead] = ()
         self.aux_hidden_state_layers: Sequence[int] = ()

@@ -125,7 +125,7 @@ def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
             f"{options.expert_parallel_size}"
         )
         raise invalid("expert_parallel_size", message, ranks)
-    if ranks > 1:
+    if ranks > 1 and config.model_impl == "penstock":  # transformers' modules keep all heads if they do not divide
         from penstock.parallel import SingleRank, shard_heads  # this module imports PyTorch
 
         for kv_heads in config.kv_head_counts:
@@ -169,7 +169,6 @@ def _check_transformers(options: EngineOptions, config: ModelConfig) -> None:
     """Raise ``PenstockError`` (``unsupported``) for options that models run by transformers do not support. Log the
     limitations of these models."""
     for name, is_given in {
-        "tensor_parallel_size": options.tensor_parallel_size > 1,
         "pipeline_parallel_size": options.pipeline_parallel_size > 1,
         "enable_lora": options.enable_lora,
         "lora_modules": bool(options.lora_modules),
@@ -182,7 +181,7 @@ def _check_transformers(options: EngineOptions, config: ModelConfig) -> None:
             )
             raise PenstockError(Code.UNSUPPORTED, message, name)
     logger.warning(
-        "%s is run by the modules of transformers (model_impl): slower than Penstock's own models, on one rank only, "
-        "without LoRA and KV transfer, and not batch-invariant: other requests can change the last bits of a result",
+        "%s is run by the modules of transformers (model_impl): slower than Penstock's own models, and "
+        "without LoRA and KV transfer",
         config.architecture,
     )

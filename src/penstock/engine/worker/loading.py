@@ -163,7 +163,7 @@ def load_models(
         dtype=dtype,
         quantization=options.quantization,
         fingerprint=fingerprint(backend, model, options.quantization, quantization),
-        batch_invariant=backend.BATCH_INVARIANT and config.model_impl == "penstock",
+        batch_invariant=backend.BATCH_INVARIANT and model.batch_invariant,
         weights_version=model.weights_version,
         mtp_layers=len(model.draft_heads) if mtp else 0,
         has_vision=model.vision is not None,

@@ -18,7 +18,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from penstock.checkpoint.model_config import padded_head_dim
+from penstock.core import PenstockError
 from penstock.ops import AttentionOptions, Batch, Ops
+from penstock.parallel import SINGLE_RANK, Group, Shard, shard_heads
+
+from .ranks import gather
 
 NAME = "penstock"
 """Name of the attention implementation in transformers."""
@@ -60,6 +64,27 @@ class AttentionCall:
     def head_dim(self) -> int:
         """Elements per vector in the KV cache."""
         return padded_head_dim(max(self.key_dim, self.value_dim))
+
+
+@dataclass(frozen=True)
+class RankHeads:
+    """Heads of an attention that this rank computes."""
+
+    group: Group
+    """The ranks that share the heads; a single rank if every rank has all heads."""
+    queries: Shard
+    keys: Shard
+    """Key and value heads, which this rank stores."""
+
+    @classmethod
+    def of(cls, group: Group, call: AttentionCall) -> RankHeads:
+        """Split the heads of an attention among ranks. Every rank has all heads if they cannot be divided."""
+        if call.num_heads % call.num_kv_heads == 0:
+            try:
+                return cls(group, *shard_heads(group, call.num_heads, call.num_kv_heads))
+            except PenstockError:  # heads do not divide evenly
+                pass
+        return cls(SINGLE_RANK, *(Shard(0, heads, heads) for heads in (call.num_heads, call.num_kv_heads)))
 
 
 class Attentions(Protocol):
@@ -106,14 +131,21 @@ class PagedAttentions:
 
     Args:
         calls, masks: recorded by ``RecordedAttentions``. Every forward pass must make the same calls and masks.
+        heads: heads of this rank in each call.
         cache: KV cache of each call.
     """
 
     def __init__(
-        self, ops: Ops, calls: Sequence[AttentionCall], masks: Sequence[CausalMask], batch: Batch, cache: Sequence[Any]
+        self,
+        ops: Ops,
+        calls: Sequence[AttentionCall],
+        heads: Sequence[RankHeads],
+        masks: Sequence[CausalMask],
+        batch: Batch,
+        cache: Sequence[Any],
     ) -> None:
         self._ops = ops
-        self._calls = iter(zip(calls, cache, strict=True))
+        self._calls = iter(zip(calls, heads, cache, strict=True))
         self._masks = iter(masks)
         self._batch = batch
 
@@ -125,14 +157,21 @@ class PagedAttentions:
     def attend(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        recorded, cache = next(self._calls, (None, None))
-        if recorded != call:
+        recorded, heads, cache = next(self._calls, (None, None, None))
+        if recorded != call or heads is None:
             raise UnsupportedAttention(f"its attentions differ between steps ({call} instead of {recorded})")
-        q, k, v = (_padded(x, call.head_dim) for x in (q, k, v))
+        queries, keys = heads.queries, heads.keys
+        q = _padded(q[:, queries.first : queries.end], call.head_dim)
+        k, v = (_padded(x[:, keys.first : keys.end], call.head_dim) for x in (k, v))
         self._ops.store_kv(cache, k, v, self._batch.slot_mapping)
-        metadata = self._batch.attention
-        out = self._ops.attention(q, cache, metadata, AttentionOptions(scale, call.window, call.softcap, sinks))
-        return out.view(*q.shape)[..., : call.value_dim]
+        sinks = None if sinks is None else sinks[queries.first : queries.end].contiguous()
+        options = AttentionOptions(scale, call.window, call.softcap, sinks)
+
+        def attend(out: Tensor | None) -> Tensor:
+            return self._ops.attention(q, cache, self._batch.attention, options, out)
+
+        attended = gather(heads.group, attend, q.shape[0], queries * call.head_dim, q.dtype)
+        return attended.view(q.shape[0], call.num_heads, call.head_dim)[..., : call.value_dim]
 
     def finish(self) -> None:
         """Raise ``UnsupportedAttention`` if the pass skipped attentions: their keys and values are missing."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.layers import BuildContext
-from penstock.ops import AttentionMetadata, Batch, StateBatch
+from penstock.ops import AttentionMetadata, Batch, Ops, StateBatch
 
 from ..model import Model
 from .attention import NAME, UnsupportedAttention
@@ -56,11 +56,7 @@ def check_paged(model: Model, module: Any, context: BuildContext, offset: int) -
     if not torch.equal(numbered[:before_pad], default[:before_pad]) or not (offset or torch.equal(numbered, default)):
         raise UnsupportedAttention("its positions do not start at 0, or it ignores position_ids")
 
-    cache = context.ops.new_kv_cache(model.kv_specs(BLOCK_SIZE), 3, context.device)
-
-    def run(*parts: tuple[int, int, int]) -> Tensor:
-        return model.forward(_batch(ids, [positions, late, positions], parts), cache)
-
+    run = Runs(model, context.ops, ids, [positions, late, positions])
     chunk = min(CHUNK, length - 1)
     both = run((0, 0, length), (1, 0, length))
     last, first = run((2, 0, length), (1, 0, length))[length:], run((0, 0, length), (2, 0, length))[:length]
@@ -86,28 +82,41 @@ def check_gathered(model: Model, module: Any, context: BuildContext) -> None:
     """
     length, ids, exact = _inputs(model, module, context)
     expected = [module(input_ids=ids[row : row + 1], use_cache=False).logits[0] for row in range(2)]
-    cache = context.ops.new_kv_cache(model.kv_specs(BLOCK_SIZE), 3, context.device)
-    states = [
-        {
-            name: torch.zeros((3, *part.shape), dtype=getattr(torch, part.dtype), device=context.device)
-            for name, part in spec.state.items()
-        }
-        for spec in model.state_specs()
-    ]
-    positions = torch.arange(length, device=context.device)
-
-    def run(*parts: tuple[int, int, int]) -> Tensor:
-        batch = _batch(ids, [positions] * 3, parts)
-        none = torch.zeros(len(parts), dtype=torch.int32)
-        slots, starts = torch.tensor([row for row, *_ in parts]).int(), torch.zeros(len(parts) + 1, dtype=torch.int32)
-        batch.states = StateBatch(states, slots, none, none, starts, none[:0], none[:0])
-        return model.forward(batch, cache)
-
+    run = Runs(model, context.ops, ids, [torch.arange(length, device=context.device)] * len(ids))
     chunk, last = max(min(CHUNK, length - 2), 1), length - 1
     begin = run((0, 0, chunk))
     middle = run((1, 0, length), (0, chunk, last))
     end = run((0, last, length))
     _compare(model, [torch.cat([begin, middle[length:], end]), middle[:length]], expected, exact)
+
+
+@torch.inference_mode()
+def is_batch_invariant(model: Model, module: Any, context: BuildContext) -> bool:
+    """Whether three sequences have logits with the same bits alone, in one step, in chunks among others, and token by
+    token.
+
+    Args:
+        module: causal language model of transformers that ``model`` runs.
+    """
+    length, ids, _ = _inputs(model, module, context)
+    positions = [torch.arange(length, device=context.device)] * len(ids)
+    first, half, last = length // 4, length // 2, length - 1
+    everything = [(row, 0, length) for row in range(len(ids))]
+    alone = [model.logits(Runs(model, context.ops, ids, positions)(part)) for part in everything]
+    schedules = [
+        [everything],
+        [[(1, 0, first)], [(0, 0, half), (1, first, last)], [(2, 0, first), (0, half, length), (1, last, length)]],
+        [[(0, 0, half)], *([(0, at, at + 1), (2, at - half, at - half + 1)] for at in range(half, half + 4))],
+        [[everything[2]], [everything[1], everything[0]]],
+    ]
+    for steps in schedules:
+        run = Runs(model, context.ops, ids, positions)
+        for step in steps:
+            parts = [part for part in step if part[1] < part[2] <= length]
+            expected = torch.cat([alone[row][begin:end] for row, begin, end in parts])
+            if not torch.equal(model.logits(run(*parts)), expected):
+                return False
+    return True
 
 
 def _inputs(model: Model, module: Any, context: BuildContext) -> tuple[int, Tensor, bool]:
@@ -145,26 +154,51 @@ def _difference(computed: Tensor, expected: Tensor, exact: bool) -> float:
     return float(differences.max() if exact else differences.median())
 
 
-def _batch(ids: Tensor, positions: Sequence[Tensor], parts: Sequence[tuple[int, int, int]]) -> Batch:
-    """The batch of a step.
+class Runs:
+    """Steps of a few sequences with an empty KV cache.
 
     Args:
-        parts: for each sequence: index (also of its KV block), and first and end of the tokens to compute.
+        ids: token ids of each sequence, ``[sequences, length]``. A sequence has at most ``BLOCK_SIZE`` tokens.
+        positions: position of each token, by sequence.
     """
 
-    def tensor(values: Sequence[Any]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=ids.device)
+    def __init__(self, model: Model, ops: Ops, ids: Tensor, positions: Sequence[Tensor]) -> None:
+        self._model, self._ids, self._positions = model, ids, positions
+        self._cache = ops.new_kv_cache(model.kv_specs(BLOCK_SIZE), len(ids), ids.device)
+        self._states = [
+            {
+                name: torch.zeros((len(ids), *part.shape), dtype=getattr(torch, part.dtype), device=ids.device)
+                for name, part in spec.state.items()
+            }
+            for spec in model.state_specs()
+        ]
 
-    starts = [0]
-    for _, first, end in parts:
-        starts.append(starts[-1] + end - first)
-    slots = [torch.arange(first, end) + row * BLOCK_SIZE for row, first, end in parts]
-    metadata = AttentionMetadata(tensor(starts), tensor([end for *_, end in parts]), tensor([[r] for r, *_ in parts]))
-    return Batch(
-        token_ids=torch.cat([ids[row, first:end] for row, first, end in parts]),
-        positions=torch.cat([positions[row][first:end] for row, first, end in parts]),
-        slot_mapping=torch.cat(slots).to(ids.device),
-        attention=metadata,
-        logits_indices=torch.arange(starts[-1], device=ids.device),
-        logits_attention=metadata,
-    )
+    def __call__(self, *parts: tuple[int, int, int]) -> Tensor:
+        """Hidden states of a step. ``parts``: for each sequence of the step, its index, and first and end of the tokens
+        to compute."""
+        batch = self._batch(parts)
+        none = torch.zeros(len(parts), dtype=torch.int32)
+        slots, starts = torch.tensor([row for row, *_ in parts]).int(), torch.zeros(len(parts) + 1, dtype=torch.int32)
+        batch.states = StateBatch(self._states, slots, none, none, starts, none[:0], none[:0])
+        return self._model.forward(batch, self._cache)
+
+    def _batch(self, parts: Sequence[tuple[int, int, int]]) -> Batch:
+        ids = self._ids
+
+        def tensor(values: Sequence[Any]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=ids.device)
+
+        starts = [0]
+        for _, first, end in parts:
+            starts.append(starts[-1] + end - first)
+        slots = [torch.arange(first, end) + row * BLOCK_SIZE for row, first, end in parts]
+        ends, tables = tensor([end for *_, end in parts]), tensor([[row] for row, *_ in parts])
+        metadata = AttentionMetadata(tensor(starts), ends, tables)
+        return Batch(
+            token_ids=torch.cat([ids[row, first:end] for row, first, end in parts]),
+            positions=torch.cat([self._positions[row][first:end] for row, first, end in parts]),
+            slot_mapping=torch.cat(slots).to(ids.device),
+            attention=metadata,
+            logits_indices=torch.arange(starts[-1], device=ids.device),
+            logits_attention=metadata,
+        )

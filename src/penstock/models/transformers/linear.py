@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from penstock.core.errors import invalid
@@ -13,8 +12,9 @@ from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.layers import BuildContext, Weights
 from penstock.ops import QuantizedWeight
 from penstock.parallel import shard_outputs
-from penstock.quant import PackedMatrix
+from penstock.quant import Matrix
 
+from .ranks import GatheredMatrix, group_of
 from .sources import WeightSources
 
 
@@ -60,10 +60,9 @@ class PackedLinear(nn.Module):
         out_float32: return float32 (for logits).
     """
 
-    def __init__(self, linear: nn.Linear, matrix: PackedMatrix, device: torch.device, out_float32: bool) -> None:
+    def __init__(self, linear: nn.Linear, matrix: GatheredMatrix, out_float32: bool) -> None:
         super().__init__()
         self._matrix = matrix
-        self._device = device
         self._out_float32 = out_float32
         self.bias = linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -71,7 +70,7 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight, ``[out, in]``, for modules that use it directly. It is unpacked at each access."""
-        return self._matrix.embedding(torch.arange(self.out_features, device=self._device))
+        return self._matrix.whole()
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply ``[..., in]``. Returns ``[..., out]``."""
@@ -82,13 +81,13 @@ class PackedLinear(nn.Module):
 class PackedEmbedding(nn.Module):
     """Replacement of ``nn.Embedding`` with a packed matrix."""
 
-    def __init__(self, matrix: PackedMatrix) -> None:
+    def __init__(self, matrix: GatheredMatrix) -> None:
         super().__init__()
         self._matrix = matrix
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Embed ``[...]`` int64. Returns ``[..., hidden]``."""
-        return self._matrix.embedding(token_ids.flatten()).view(*token_ids.shape, -1)
+        return self._matrix.rows(token_ids.flatten()).view(*token_ids.shape, -1)
 
 
 def pack_linears(
@@ -109,19 +108,19 @@ def pack_linears(
     stored = {name: source for name, module in linears if sources and (source := sources.of(module))}
     context = replace(context, weights=ModuleWeights(model, context.weights, stored), weight_cache=None)
     for name, module in linears:
-        bias = None if module.bias is None else module.bias.detach()
-        inputs, shard, is_head = module.in_features, shard_outputs(context.group, module.out_features), module is head
+        inputs, outputs, is_head = module.in_features, module.out_features, module is head
+        shard = shard_outputs(group_of(context.group, outputs), outputs)
+        bias = None if module.bias is None else module.bias.detach()[shard.first : shard.end].clone()
+        is_tied = type(embedding) is nn.Embedding and embedding.weight is module.weight
         if is_head and bias is None:
-            matrix = context.vocabulary_matrix(name, inputs, shard)
-            if type(embedding) is nn.Embedding and embedding.weight is module.weight:
-                at = next(name for name, module in model.named_modules() if module is embedding)
-                model.set_submodule(at, PackedEmbedding(matrix))
+            packed: Matrix = context.vocabulary_matrix(name, inputs, shard)
         else:
-            format = context.scheme.head if is_head else None
-            packed = context.matrix([name], inputs, [shard], format, bias)
-            assert isinstance(packed, PackedMatrix)  # a single matrix is never stacked
-            matrix = packed
-        model.set_submodule(name, PackedLinear(module, matrix, context.device, out_float32=is_head))
+            packed = context.matrix([name], inputs, [shard], context.scheme.head if is_head else None, bias)
+        matrix = GatheredMatrix(context, packed, outputs, inputs)
+        if is_tied and is_head and bias is None:
+            at = next(name for name, module in model.named_modules() if module is embedding)
+            model.set_submodule(at, PackedEmbedding(matrix))
+        model.set_submodule(name, PackedLinear(module, matrix, out_float32=is_head))
     if sources:
         sources.check(model)
 

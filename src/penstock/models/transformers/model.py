@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 
 from ..model import BaseModel
 from .attention import CausalMask, InconsistentWindows, RecordedAttentions, UnsupportedAttention, attending
-from .check import check_gathered, check_paged
+from .check import check_gathered, check_paged, is_batch_invariant
 from .config import GATHERED, LIBRARY_CONFIG, POSITION_OFFSET
+from .experts import pack_experts
 from .gathered import GatheredBody
+from .invariance import BatchInvariance
 from .library import cache_windows, first_line, library_config, unsupported
 from .linear import has_other_matrices, pack_linears
 from .loading import fix_rope, load_module
@@ -41,18 +43,26 @@ class TransformersModel(BaseModel):
 
     def __init__(self, context: BuildContext, config: ModelConfig) -> None:
         super().__init__(context, config)
+        self.batch_invariant = False
         self._device = context.device
         self._model, sources = load_module(context, config)
         head, embedding = self._model.get_output_embeddings(), self._model.get_input_embeddings()
         pack_linears(context, self._model, head, embedding, sources)
-        if context.ops.NAME == "cpu" and not has_other_matrices(self._model):
-            torch.set_num_threads(1)  # PyTorch's threads busy-wait after each call, on cores that the kernels need
+        pack_experts(context, self._model, {})
+        threads = torch.get_num_threads()
+        if context.ops.NAME == "cpu":
+            # PyTorch's threads busy-wait after each call, on cores that the kernels need; and the order of its sums
+            # depends on their number, which must not differ between ranks.
+            torch.set_num_threads(1)
+        self._invariance: BatchInvariance | nullcontext[None] = nullcontext()
         reasons = []
         for build in (self._build_gathered,) if config.raw[GATHERED] else (self._build_paged, self._build_gathered):
             try:
-                with _reasons():
+                with _reasons(), context.group.step():
                     build(context)
-                    return
+                if not self.batch_invariant and context.group.size == 1 and has_other_matrices(self._model):
+                    torch.set_num_threads(threads)
+                return
             except UnsupportedAttention as error:
                 reasons.append(str(error))
                 if isinstance(error, InconsistentWindows):
@@ -67,10 +77,31 @@ class TransformersModel(BaseModel):
         self._find_body()
         offset = config.raw[POSITION_OFFSET]
         self._runner: PagedBody | GatheredBody
-        self._runner = PagedBody(self._ops, self._body, windows, offset, self.max_len, self.dtype, self._device)
+        self._runner = PagedBody(self._body, windows, offset, context)
         check_paged(self, self._model, context, offset)
+        self._check_invariance(context)
+
+    def _check_invariance(self, context: BuildContext) -> None:
+        """Decide whether the results of a request depend on the other requests of a step (``batch_invariant``)."""
+        architecture = self.config.architecture
+        if not context.ops.BATCH_INVARIANT or context.device.type != "cpu":
+            reason = "PyTorch's kernels on this device sum in an order that depends on the number of tokens"
+        else:
+            self._invariance = found = BatchInvariance(context, self._model)
+            has_equal_bits = is_batch_invariant(self, self._model, context)
+            if has_equal_bits and not found.variant:
+                self.batch_invariant = True
+                self._invariance = found if found.is_needed else nullcontext()
+                logger.info("%s is batch-invariant, as far as checked: see docs/transformers.md", architecture)
+                return
+            self._invariance = nullcontext()
+            names = ", ".join(sorted(found.variant)) or "bits differed between steps with other tokens"
+            reason = f"PyTorch's {names}" if found.variant else names
+        message = "%s is not batch-invariant: other requests can change the last bits of a result (%s)"
+        logger.warning(message, architecture, reason)
 
     def _build_gathered(self, context: BuildContext) -> None:
+        self._invariance = nullcontext()
         self._model.set_attn_implementation("eager")
         fix_rope(self._model, context.max_len)
         self._find_body()
@@ -84,7 +115,8 @@ class TransformersModel(BaseModel):
             body.single_tokens = True
             check_gathered(self, self._model, context)
         logger.warning(
-            "%s computes one sequence of a step after the other: its attention cannot be replaced by a kernel",
+            "%s computes one sequence of a step after the other: its attention cannot be replaced by a kernel. It is "
+            "not batch-invariant: the steps in which a prompt is computed can change the last bits of a result",
             self.config.architecture,
         )
 
@@ -123,11 +155,13 @@ class TransformersModel(BaseModel):
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
-        return self._runner.forward(batch, cache)[batch.logits_indices]
+        with self._invariance:
+            return self._runner.forward(batch, cache)[batch.logits_indices]
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
-        embedded: Tensor = self._model.get_input_embeddings()(token_ids)
+        with self._invariance:
+            embedded: Tensor = self._model.get_input_embeddings()(token_ids)
         return embedded
 
     @torch.inference_mode()
@@ -137,7 +171,8 @@ class TransformersModel(BaseModel):
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=self._device)
         self._body.forward = lambda *args, **options: output
         try:
-            logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+            with self._invariance:
+                logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
         finally:
             del self._body.forward
         return logits.float()

@@ -9,9 +9,17 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.state_spec import StateSpec
-from penstock.ops import Batch, KVSpec, Ops
+from penstock.layers import BuildContext
+from penstock.ops import Batch, KVSpec
 
-from .attention import InconsistentWindows, PagedAttentions, RecordedAttentions, UnsupportedAttention, attending
+from .attention import (
+    InconsistentWindows,
+    PagedAttentions,
+    RankHeads,
+    RecordedAttentions,
+    UnsupportedAttention,
+    attending,
+)
 
 
 class PagedBody:
@@ -21,31 +29,29 @@ class PagedBody:
         body: module that computes hidden states.
         windows: sliding window of each layer in transformers' KV cache.
         offset: number of the first position.
-        max_len: number of positions.
 
     Raises ``UnsupportedAttention`` for attention that our kernels do not compute.
     """
 
     def __init__(
         self,
-        ops: Ops,
         body: Any,
         windows: Sequence[int],
         offset: int,
-        max_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        context: BuildContext,
     ) -> None:
-        self._ops = ops
+        self._ops = context.ops
         self._body = body
         self._offset = offset
-        self._dtype = dtype
+        self._dtype = context.dtype
+        max_len, device = context.max_len, context.device
         recorded, ids = RecordedAttentions(max_len), torch.zeros(2, dtype=torch.int64)
         with attending(recorded), torch.inference_mode():
             self._run(ids.to(device), torch.arange(2, device=device))
         if not recorded.calls:
             raise UnsupportedAttention("its attention does not use the attention interface of transformers")
         self._calls, self._masks = recorded.calls, recorded.masks
+        self._heads = [RankHeads.of(context.group, call) for call in recorded.calls]
         expected = [window if window < max_len else 0 for window in windows]
         found = [call.window for call in recorded.calls]
         if found != expected if len(found) == len(expected) else not {*found} <= {*expected}:
@@ -67,8 +73,8 @@ class PagedBody:
         """See ``Model.kv_specs``."""
         dtype = str(self._dtype).removeprefix("torch.")
         return [
-            KVSpec(call.num_kv_heads, call.head_dim, dtype, block_size, quantization, call.window)
-            for call in self._calls
+            KVSpec(heads.keys.size, call.head_dim, dtype, block_size, quantization, call.window)
+            for call, heads in zip(self._calls, self._heads, strict=True)
         ]
 
     def state_specs(self) -> list[StateSpec]:
@@ -77,7 +83,7 @@ class PagedBody:
 
     def forward(self, batch: Batch, cache: Sequence[Any]) -> Tensor:
         """Hidden states of all tokens, ``[tokens, hidden]``."""
-        attentions = PagedAttentions(self._ops, self._calls, self._masks, batch, cache)
+        attentions = PagedAttentions(self._ops, self._calls, self._heads, self._masks, batch, cache)
         with attending(attentions):
             hidden = self._run(batch.token_ids, batch.positions)
         attentions.finish()
