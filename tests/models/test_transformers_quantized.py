@@ -61,14 +61,18 @@ def test_tokens_match_transformers_for_each_format(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("kind", "dequantized"),
-    [("gptq", False), ("compressed-tensors w4a16 asymmetric", False), ("bitsandbytes nf4", True)],
+    ("architecture", "kind", "dequantized"),
+    [
+        ("StableLmForCausalLM", "compressed-tensors w4a16 asymmetric", False),
+        ("StableLmForCausalLM", "bitsandbytes nf4", True),
+        ("AfmoeForCausalLM", "gptq", False),
+    ],
 )
-def test_linear_layers_keep_format_that_kernels_support(
-    kind: str, dequantized: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_linear_layers_and_experts_keep_format_that_kernels_support(
+    architecture: str, kind: str, dequantized: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The CPU kernels for float32 dequantize; those for bfloat16, and the reference, do not."""
-    model = quantized("StableLmForCausalLM", kind, tmp_path)
+    model = quantized(architecture, kind, tmp_path)
     with caplog.at_level(logging.INFO):
         check(tmp_path, model, ops="reference")
     assert any("dequantized weights" in message for message in caplog.messages) == dequantized

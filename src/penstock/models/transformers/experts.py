@@ -6,7 +6,7 @@ transformers has one class of experts per family, with the parameters ``gate_up_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from penstock.ops import QuantizedWeight
 from penstock.parallel import Shard, shard_outputs
 from penstock.quant import ExpertMatrices
 
+from .conversions import DOWN, GATE, GATE_UP, UP, ExpertNames, expert_modules
 from .ranks import gather, group_of
 
 ACTIVATIONS = {
@@ -33,18 +34,6 @@ ACTIVATIONS = {
     "Tanh": "tanh",
 }
 """Class of an activation in transformers or PyTorch → key of ``ops.activations.ACTIVATIONS``."""
-GATE, UP, DOWN, GATE_UP = "gate_proj", "up_proj", "down_proj", "gate_up_proj"
-LAYOUT = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
-"""Attributes of modules of experts."""
-ExpertNames = Mapping[str, Sequence[str]]
-"""Names of the experts' matrices in the checkpoint by projection (``GATE``, ``UP``, ``DOWN``)."""
-
-
-def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Modules of experts that ``PackedExperts`` computes, with their names."""
-    for name, module in model.named_modules():
-        if all(hasattr(module, each) for each in LAYOUT):
-            yield name, module
 
 
 class ExpertWeights:

@@ -121,8 +121,6 @@ def pack_linears(
             at = next(name for name, module in model.named_modules() if module is embedding)
             model.set_submodule(at, PackedEmbedding(matrix))
         model.set_submodule(name, PackedLinear(module, matrix, out_float32=is_head))
-    if sources:
-        sources.check(model)
 
 
 def _convert_conv1d(model: nn.Module) -> None:

@@ -48,7 +48,9 @@ class TransformersModel(BaseModel):
         self._model, sources = load_module(context, config)
         head, embedding = self._model.get_output_embeddings(), self._model.get_input_embeddings()
         pack_linears(context, self._model, head, embedding, sources)
-        pack_experts(context, self._model, {})
+        pack_experts(context, self._model, sources.experts if sources else {})
+        if sources:
+            sources.check(self._model)
         threads = torch.get_num_threads()
         if context.ops.NAME == "cpu":
             # PyTorch's threads busy-wait after each call, on cores that the kernels need; and the order of its sums

@@ -4,7 +4,7 @@ of the module."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from penstock.layers.context import is_finite
 from penstock.ops import QuantizedWeight
 
 from ..weights import Checkpoint
+from .conversions import Conversions, ExpertNames, stored_experts
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +44,14 @@ class WeightSources:
         self._context, self._checkpoint = context, checkpoint
         self._stored: dict[int, tuple[str, Tensor]] = {}
         """Address of a placeholder → name in the checkpoint, and the placeholder."""
-        self._rename = _renaming(model)
+        self._conversions = Conversions(model)
         self._parameters: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self._linears = dict(_linears(model))
         tied = model.get_expanded_tied_weights_keys(all_submodels=True)
         self._tied = {*tied, *tied.values()}
-        self.state = self._read()
+        self.experts: dict[str, ExpertNames] = {}
+        """Names in the checkpoint, by module, of experts whose parameters are placeholders."""
+        self.state = self._read(model)
 
     def of(self, linear: nn.Module) -> str | None:
         """The name in the checkpoint, without ``.weight``, of the matrix of a linear layer whose parameter is a
@@ -61,19 +64,28 @@ class WeightSources:
         left = [name for name, weight in model.named_parameters() if weight.data_ptr() in self._stored]
         assert not left, f"{left[0]} has no weights"
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self, model: nn.Module) -> dict[str, Any]:
         checkpoint, state = self._checkpoint, dict[str, Any]()
-        matrices = quantized_matrices(checkpoint)
-        for name in matrices:
-            is_mxfp4 = checkpoint.has(f"{name}{BLOCKS}")
-            key = checkpoint.stored_name(name if is_mxfp4 else f"{name}.weight")
-            state[key] = self._quantized(name, self._rename(key))
-        known = {*matrices}
-        left = [name for name in checkpoint.names if name.endswith(".bias") or known.isdisjoint(_modules(name))]
-        for name in track("loading weights", left, len(left), "tensor", logger):
-            key = checkpoint.stored_name(name)
-            state[key] = self._unquantized(name, self._rename(key))
+        known = dict.fromkeys(quantized_matrices(checkpoint))
+        left = [name for name in checkpoint.names if name.endswith(".bias") or known.keys().isdisjoint(_modules(name))]
+        keys = {checkpoint.stored_name(self._tensor_of(name)): name for name in known}
+        plain = {checkpoint.stored_name(name): name for name in left}
+        weights = {key: name.removesuffix(".weight") for key, name in plain.items() if name.endswith(".weight")}
+        loaded = set[str]()
+        for stored in stored_experts(model, self._conversions, keys | weights, self._shape_of):
+            self.experts.setdefault(stored.module, {}).update(stored.names)
+            state[stored.parameter] = self._placeholder("", self._parameters[stored.parameter].shape)
+            loaded |= stored.keys
+        for key in keys.keys() - loaded:
+            state[key] = self._quantized(keys[key], self._conversions.parameter_of(key))
+        left = [key for key in plain if key not in loaded]
+        for key in track("loading weights", left, len(left), "tensor", logger):
+            state[key] = self._unquantized(plain[key], self._conversions.parameter_of(key))
         return state
+
+    def _tensor_of(self, name: str) -> str:
+        """The tensor that transformers would load a quantized matrix from if it were not quantized."""
+        return name if self._checkpoint.has(f"{name}{BLOCKS}") else f"{name}.weight"
 
     def _quantized(self, name: str, target: str) -> Tensor | _Dequantized:
         """A quantized matrix in the state dict. ``target`` is the parameter that it is loaded into."""
@@ -101,7 +113,10 @@ class WeightSources:
         self._stored[tensor.data_ptr()] = name, tensor
         return tensor
 
-    def _shape_of(self, name: str) -> tuple[int, int]:
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        """Shape of a matrix of the checkpoint."""
+        if not self._checkpoint.format_of(name).bits:
+            return self._checkpoint.shape(f"{name}.weight")
         try:
             return self._checkpoint.matrix_shape(name)
         except ValueError as error:
@@ -189,23 +204,3 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules(remove_duplicate=False):
         if type(module) in (nn.Linear, Conv1D):
             yield f"{name}.weight", module
-
-
-def _renaming(model: Any) -> Callable[[str], str]:
-    """Function from the name of a tensor in a checkpoint to the parameter that transformers loads it into; "" for a
-    tensor that transformers converts."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, rename_source_key
-
-    mapping = get_model_conversion_mapping(model)
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    renamings = [each for each in mapping if not isinstance(each, WeightConverter)]
-    prefix, parameters = model.base_model_prefix, model.state_dict()
-
-    def rename(name: str) -> str:
-        renamed, converted = rename_source_key(name, renamings, converters, prefix, parameters)
-        if renamed not in parameters and name in parameters:
-            renamed, converted = rename_source_key(name, [], [], prefix, parameters)
-        return "" if converted else renamed
-
-    return rename
