@@ -96,6 +96,15 @@ def test_tokens_and_logprobs_match_transformers(architecture: str, tmp_path: Pat
     assert results()[architecture] == "runs"
 
 
+@pytest.mark.slow
+def test_log_names_products_that_depend_on_batch(tmp_path: Path) -> None:
+    checkpoint("Llama4ForCausalLM", tmp_path)
+    with warnings() as messages:
+        llm = LLM(tmp_path, **OPTIONS)
+    assert not llm.engine.info.batch_invariant
+    assert any("not batch-invariant" in message and "PyTorch's bmm" in message for message in messages)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("architecture", RUN_ALONE)
 def test_models_run_one_sequence_at_a_time_match_transformers(architecture: str, tmp_path: Path) -> None:
@@ -242,6 +251,7 @@ def test_unsupported_option_is_refused_before_reading_weights(tmp_path: Path) ->
     (tmp_path / "model.safetensors").unlink()
     for options in (
         {"pipeline_parallel_size": 2},
+        {"enable_expert_parallel": True},
         {"enable_lora": True},
         {"kv_offloading_size": 1.0},
     ):

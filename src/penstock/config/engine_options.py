@@ -116,7 +116,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     """Batch sizes (numbers of sequences) for which CUDA graphs are captured; a step uses the next larger size."""
     batch_invariant: bool = True
     """On a GPU, compute each row with the same bits in any batch. If off, unquantized matrix products use cuBLAS, which
-    may be faster. On CPUs results are always batch-invariant."""
+    may be faster. On CPUs results are always batch-invariant, except for some models run by transformers."""
     seed: int = 0
     """Seed of the random weights of load_format dummy."""
     max_model_len: Annotated[int, option("tokens", ge=0)] = 0

@@ -170,6 +170,7 @@ def _check_transformers(options: EngineOptions, config: ModelConfig) -> None:
     limitations of these models."""
     for name, is_given in {
         "pipeline_parallel_size": options.pipeline_parallel_size > 1,
+        "enable_expert_parallel": options.enable_expert_parallel,
         "enable_lora": options.enable_lora,
         "lora_modules": bool(options.lora_modules),
         "role": options.role != "mixed",

@@ -60,7 +60,8 @@ def load_module(context: BuildContext, config: ModelConfig) -> tuple[Any, Weight
             if not is_finite(tensor):
                 message = f"tensor {name} has values that are not finite (NaN or infinity); check the weights"
                 raise invalid("model", message)
-    return model.to(context.device).eval(), sources
+    sources.move(model, context.device)
+    return model.eval(), sources
 
 
 @contextmanager

@@ -87,7 +87,7 @@ class TransformersModel(BaseModel):
         """Decide whether the results of a request depend on the other requests of a step (``batch_invariant``)."""
         architecture = self.config.architecture
         if not context.ops.BATCH_INVARIANT or context.device.type != "cpu":
-            reason = "PyTorch's kernels on this device sum in an order that depends on the number of tokens"
+            reason = "only the CPU kernels make PyTorch's sums independent of the number of tokens"
         else:
             self._invariance = found = BatchInvariance(context, self._model)
             has_equal_bits = is_batch_invariant(self, self._model, context)

@@ -56,13 +56,25 @@ class WeightSources:
     def of(self, linear: nn.Module) -> str | None:
         """The name in the checkpoint, without ``.weight``, of the matrix of a linear layer whose parameter is a
         placeholder."""
-        found = self._stored.get(linear.weight.data_ptr())  # type: ignore[operator]
-        return found[0] if found else None
+        weight: Any = linear.weight
+        return self._stored[weight.data_ptr()][0] if self._is_placeholder(weight) else None
+
+    def move(self, model: nn.Module, device: torch.device) -> None:
+        """Move a model to a device, except for placeholders."""
+        for weight in model.parameters():
+            if not self._is_placeholder(weight):
+                weight.data = weight.data.to(device)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
 
     def check(self, model: nn.Module) -> None:
         """Raise ``AssertionError`` if a parameter of a model with packed linear layers is a placeholder."""
-        left = [name for name, weight in model.named_parameters() if weight.data_ptr() in self._stored]
+        left = [name for name, weight in model.named_parameters() if self._is_placeholder(weight)]
         assert not left, f"{left[0]} has no weights"
+
+    def _is_placeholder(self, weight: Tensor) -> bool:
+        return weight.device.type == "cpu" and weight.data_ptr() in self._stored
 
     def _read(self, model: nn.Module) -> dict[str, Any]:
         checkpoint, state = self._checkpoint, dict[str, Any]()
