@@ -198,6 +198,20 @@ void activate_row(const Activate& a, int64_t row) {
 }
 
 template <class T>
+void gaussian_topk_row(const GaussianTopK& a, int64_t row) {
+  const T* x = (const T*)a.x + row * a.stride;
+  T* out = (T*)a.out + row * a.size;
+  f32x16 sums = {};
+  for_each_16(a.size, [&](int64_t i, auto n) { sums += get(x + i, n); });
+  const float mean = sum(sums) / float(a.size);
+  const float variance = sum_of_squares(a.size, [&](int64_t i, auto n) {
+    return get(x + i, n) - select(iota() < int32_t(n), broadcast(mean), f32x16{});  // zero beyond the end of the row
+  }) / float(a.size);
+  const f32x16 cutoff = broadcast(mean + __builtin_sqrtf(variance) * a.multiplier);
+  for_each_16(a.size, [&](int64_t i, auto n) { put(out + i, max(f32x16{}, get(x + i, n) - cutoff), n); });
+}
+
+template <class T>
 void scale_row(const Scale& a, int64_t row) {
   const T* x = (const T*)a.x + row * a.size;
   T* out = (T*)a.out + row * a.size;

@@ -1,4 +1,5 @@
-// Residual streams with hyper-connections (Xie et al., 2026), and the rotation of the last elements of heads: DeepSeek-V4.
+// Several residual streams: hyper-connections (Xie et al., 2026) and AltUp (Baykal et al., 2023). The rotation of the last
+// elements of heads (DeepSeek-V4).
 
 #pragma once
 
@@ -44,7 +45,7 @@ inline void hyper_weights_row(const HyperWeights& a, int64_t row) {
 template <class T>
 void collapse_row(const CollapseStreams& a, int64_t row) {
   const T* x = (const T*)a.x + row * a.streams * a.size;
-  const float* weights = a.weights + row * a.width;
+  const float* weights = a.weights + row * a.stride;
   for_each_16(a.size, [&](int64_t i, auto n) {
     f32x16 total = {};
     for (int64_t j = 0; j < a.streams; j++) total = fma(get(x + j * a.size + i, n), broadcast(weights[j]), total);
@@ -56,7 +57,7 @@ template <class T>
 void mix_row(const MixStreams& a, int64_t row) {
   const T* x = (const T*)a.x + row * a.size;
   T* streams = (T*)a.residual + row * a.streams * a.size;
-  const float *expand = a.weights + row * a.width + a.streams, *matrix = expand + a.streams;
+  const float *expand = a.weights + row * a.stride + a.streams, *matrix = expand + a.streams;
   for_each_16(a.size, [&](int64_t i, auto n) {
     f32x16 before[kMaxStreams];
     for (int64_t j = 0; j < a.streams; j++) before[j] = get(streams + j * a.size + i, n);
@@ -66,6 +67,21 @@ void mix_row(const MixStreams& a, int64_t row) {
       put(streams + k * a.size + i, total, n);
     }
   });
+}
+
+template <class T>
+void equalize_row(const EqualizeStreams& a, int64_t row) {
+  T* first = (T*)a.x + row * a.streams * a.size;
+  auto mean_square = [&](const T* x) {
+    return sum_of_squares(a.size, [&](int64_t i, auto n) { return get(x + i, n); }) / float(a.size);
+  };
+  const float target = __builtin_sqrtf(mean_square(first));
+  for (int64_t j = 1; j < a.streams; j++) {
+    T* x = first + j * a.size;
+    const float square = mean_square(x);
+    const float factor = target / __builtin_sqrtf(square < a.min_square ? a.min_square : square);
+    for_each_16(a.size, [&](int64_t i, auto n) { put(x + i, get(x + i, n) * factor, n); });
+  }
 }
 
 template <class T>

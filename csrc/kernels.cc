@@ -100,6 +100,8 @@ const Kernels kernels = {
     hyper_weights_row,
     by_type<CollapseStreams, collapse_row<float>, collapse_row<bf16>>,
     by_type<MixStreams, mix_row<float>, mix_row<bf16>>,
+    by_type<EqualizeStreams, equalize_row<float>, equalize_row<bf16>>,
+    by_type<GaussianTopK, gaussian_topk_row<float>, gaussian_topk_row<bf16>>,
     by_type<RotateTail, rotate_tail_token<float>, rotate_tail_token<bf16>>,
     product<LinearByHead, linear_by_head_block<float>, linear_by_head_block<bf16>>,
     by_type<Convolution, convolution_task<float>, convolution_task<bf16>>,

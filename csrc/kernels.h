@@ -405,9 +405,9 @@ struct HyperWeights {
 // Weighted sum of the streams of each row.
 struct CollapseStreams {
   const void* x;  // [rows, streams * size]
-  const float* weights;  // HyperWeights::out, [rows, width]
+  const float* weights;  // HyperWeights::out
   void* out;  // [rows, size]
-  int64_t width, streams, size;
+  int64_t stride, streams, size;  // `stride`: elements between the weights of two rows; 0: all rows have the same
   Type type;
 };
 
@@ -415,8 +415,25 @@ struct CollapseStreams {
 struct MixStreams {
   const void* x;  // [rows, size]
   void* residual;  // [rows, streams * size]
-  const float* weights;  // HyperWeights::out, [rows, width]
-  int64_t width, streams, size;
+  const float* weights;  // HyperWeights::out
+  int64_t stride, streams, size;  // `stride`: elements between the weights of two rows; 0: all rows have the same
+  Type type;
+};
+
+// Scales the streams of each row in place, so that each has the root mean square (RMS) of the first.
+struct EqualizeStreams {
+  void* x;  // [rows, streams * size]
+  int64_t streams, size;
+  float min_square;  // smaller mean squares are replaced by it
+  Type type;
+};
+
+// relu(x - (mean + multiplier * standard deviation)) of each row.
+struct GaussianTopK {
+  const void* x;
+  void* out;  // [rows, size]
+  int64_t stride, size;  // `stride`: elements between rows of x
+  float multiplier;
   Type type;
 };
 
@@ -593,6 +610,8 @@ struct Kernels {
   void (*hyper_weights)(const HyperWeights&, int64_t row);
   void (*collapse_streams)(const CollapseStreams&, int64_t row);
   void (*mix_streams)(const MixStreams&, int64_t row);
+  void (*equalize_streams)(const EqualizeStreams&, int64_t row);
+  void (*gaussian_topk)(const GaussianTopK&, int64_t row);
   void (*rotate_tail)(const RotateTail&, int64_t token);
   void (*linear_by_head)(const LinearByHead&, int64_t task);  // a task is one head and linear_rows rows
   void (*convolution)(const Convolution&, int64_t task);

@@ -732,16 +732,25 @@ void hyper_weights(Address logits, Address base, Address scale, Address out, int
                            iterations, eps});
 }
 
-void collapse_streams(Address x, Address weights, Address out, int64_t rows, int64_t width, int64_t streams, int64_t size,
+void collapse_streams(Address x, Address weights, Address out, int64_t rows, int64_t stride, int64_t streams, int64_t size,
                       int type) {
   submit_rows(rows, &Kernels::collapse_streams,
-              CollapseStreams{ptr<void>(x), ptr<float>(weights), ptr<void>(out), width, streams, size, Type(type)});
+              CollapseStreams{ptr<void>(x), ptr<float>(weights), ptr<void>(out), stride, streams, size, Type(type)});
 }
 
-void mix_streams(Address x, Address residual, Address weights, int64_t rows, int64_t width, int64_t streams, int64_t size,
+void mix_streams(Address x, Address residual, Address weights, int64_t rows, int64_t stride, int64_t streams, int64_t size,
                  int type) {
   submit_rows(rows, &Kernels::mix_streams,
-              MixStreams{ptr<void>(x), ptr<void>(residual), ptr<float>(weights), width, streams, size, Type(type)});
+              MixStreams{ptr<void>(x), ptr<void>(residual), ptr<float>(weights), stride, streams, size, Type(type)});
+}
+
+void equalize_streams(Address x, int64_t rows, int64_t streams, int64_t size, float min_square, int type) {
+  submit_rows(rows, &Kernels::equalize_streams, EqualizeStreams{ptr<void>(x), streams, size, min_square, Type(type)});
+}
+
+void gaussian_topk(Address x, Address out, int64_t rows, int64_t stride, int64_t size, float multiplier, int type) {
+  submit_rows(rows, &Kernels::gaussian_topk,
+              GaussianTopK{ptr<void>(x), ptr<void>(out), stride, size, multiplier, Type(type)});
 }
 
 void rotate_tail(Address x, Address positions, Address table, int64_t tokens, int64_t heads, int64_t dim, int64_t rotary,
@@ -1003,6 +1012,8 @@ NB_MODULE(_kernels, m) {
   m.def("hyper_weights", &hyper_weights, free);
   m.def("collapse_streams", &collapse_streams, free);
   m.def("mix_streams", &mix_streams, free);
+  m.def("equalize_streams", &equalize_streams, free);
+  m.def("gaussian_topk", &gaussian_topk, free);
   m.def("rotate_tail", &rotate_tail, free);
   m.def("linear_by_head", &linear_by_head, free);
   m.def("export_kv", &transfer_kv<&Kernels::export_kv>, free);

@@ -30,7 +30,7 @@ TEXT = (
         "ernie4_5",
     ),
     *("ernie4_5_moe", "exaone4", "gemma"),
-    *("gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite"),
+    *("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite"),
     *("granitemoe", "hunyuan_v1_dense"),
     *("bloom", "falcon", "falcon_mamba", "jamba", "lfm2", "lfm2_moe", "mamba", "recurrent_gemma"),
     *(
@@ -53,7 +53,7 @@ TEXT = (
 COMPOSITE = (
     *("ernie4_5_vl_moe", "gemma3", "internvl", "llama4", "llava", "llava_onevision", "mistral3"),
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-    *("gemma4", "gemma4_unified"),
+    *("gemma3n", "gemma4", "gemma4_unified"),
 )
 """``model_type`` of models with ``text_config`` and ``vision_config``."""
 NESTED = (

@@ -24,6 +24,7 @@ from transformers import (
     Exaone4Config,
     FalconConfig,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GemmaConfig,
@@ -161,6 +162,33 @@ def gemma3(rng: Random) -> PreTrainedConfig:
         sliding_window_pattern=rng.choice((2, 3)),
         query_pre_attn_scalar=rng.choice((16, 24, 64)),
         final_logit_softcapping=rng.choice((None, 30.0)),
+        rope_parameters=parameters,
+    )
+
+
+def gemma3n(rng: Random) -> PreTrainedConfig:
+    """Layers with and without a window, sparse activations, and keys and values of their own, in all combinations that
+    the numbers of layers allow."""
+    given, streams = sizes(rng) | {"num_hidden_layers": 6}, rng.choice((2, 3, 4, 4))
+    kinds = ["sliding_attention", "full_attention"]
+    parameters = {
+        "full_attention": rope(rng, given["head_dim"], *SCALINGS),
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    return Gemma3nTextConfig(
+        **given | {"intermediate_size": rng.choice((96, [96, 200, 128, 64, 96, 128]))},
+        attention_bias=flag(rng),
+        layer_types=rng.choice((kinds * 3, [*kinds, *kinds[:1] * 3, kinds[1]])),
+        sliding_window=rng.choice((24, 100)),
+        num_kv_shared_layers=rng.choice((0, 2, 3)),
+        hidden_size_per_layer_input=rng.choice((16, 32)),
+        vocab_size_per_layer_input=rng.choice((VOCABULARY, VOCABULARY - 40)),
+        altup_num_inputs=streams,
+        altup_active_idx=rng.choice((0, 0, streams - 1)),
+        altup_correct_scale=rng.random() < 0.8,
+        laurel_rank=rng.choice((8, 16)),
+        activation_sparsity_pattern=[rng.choice((0.0, 0.5, 0.95)) for _ in range(6)],
+        final_logit_softcapping=rng.choice((10.0, 30.0)),
         rope_parameters=parameters,
     )
 
@@ -521,6 +549,7 @@ FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Gemma": gemma,
     "Gemma2": gemma2,
     "Gemma3": gemma3,
+    "Gemma3n": gemma3n,
     "Gemma4": gemma4,
     "Phi3": phi3,
     "Granite": granite,
@@ -569,8 +598,8 @@ def draw(family: str, seed: int, folder: Path, vocab_size: int = VOCABULARY) -> 
     """
     config = (FAMILIES | WITH_EXPERTS)[family](Random(f"{family} {seed}"))
     config.vocab_size = vocab_size
-    if family == "Gemma4":
-        config.vocab_size_per_layer_input = vocab_size
+    if family in ("Gemma3n", "Gemma4"):
+        config.vocab_size_per_layer_input = vocab_size - (family == "Gemma3n") * 40
     model = save(config, folder)
     if family != "Llama4":  # Llama 4's experts have only one implementation
         model.set_experts_implementation("eager")  # the other implementations do not support float64

@@ -97,6 +97,8 @@ class ModelConfig:
     kv_sources: tuple[int, ...] = ()
     """For each layer, the layer whose keys and values it attends to: itself, or an earlier one. The layers with keys
     and values come first (Gemma 4). Empty: itself."""
+    residual_streams: int = 1
+    """Number of residual streams (DeepSeek-V4, Gemma 3n)."""
     state: StateConfig | None = None
     """Layers with recurrent state; None: no such layers."""
     options: DecoderOptions = field(default_factory=DecoderOptions)
@@ -130,7 +132,7 @@ class ModelConfig:
     @property
     def stream_size(self) -> int:
         """Elements of a token's residual stream, or of all its residual streams."""
-        return self.hidden_size * (self.compressed.hyper.streams if self.compressed else 1)
+        return self.hidden_size * self.residual_streams
 
     @property
     def entry_dims(self) -> tuple[int, ...]:

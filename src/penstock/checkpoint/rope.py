@@ -20,6 +20,7 @@ DEFAULT_BASE = 10_000.0
 """``rope_theta`` of unknown configuration classes."""
 BASES = {
     "gemma3_text": {FULL: "rope_theta", SLIDING: "rope_local_base_freq"},
+    "gemma3n_text": {FULL: "rope_theta", SLIDING: "rope_local_base_freq"},
     "gemma4_text": {FULL: "", SLIDING: ""},
     "gemma4_unified_text": {FULL: "", SLIDING: ""},
     "modernbert": {FULL: "global_rope_theta", SLIDING: "local_rope_theta"},

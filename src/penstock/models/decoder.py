@@ -136,7 +136,7 @@ class Decoder(BaseModel):
         if self._expert_load:
             self._expert_load.num_tokens = batch.attention.query_start_loc[-1:]
         if x is None:
-            x = self._embed(batch.token_ids)
+            x = self._enter(batch)
         aux_hidden_states = list[Tensor]()
         for number, layer in zip(self.layers, self._layers, strict=True):
             index = self._kv_indices.get(self.config.kv_source(number))
@@ -149,6 +149,14 @@ class Decoder(BaseModel):
         batch.aux_hidden_states = tuple(aux_hidden_states)
         if not self._is_last:
             return x if residual is None else self._ops.add_residual(x, residual)
+        return self._leave(x, residual, batch)
+
+    def _enter(self, batch: Batch) -> Tensor:
+        """The residual stream before the first layer; several streams are concatenated."""
+        return self._embed(batch.token_ids)
+
+    def _leave(self, x: Tensor, residual: Tensor | None, batch: Batch) -> Tensor:
+        """Final hidden states of ``batch.logits_indices``, from the result of the last layer."""
         return self._norm(x) if residual is None else self._norm.add(x, residual)[0]
 
     @torch.inference_mode()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import repeat
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock.checkpoint.kv_spec import transfer_layouts
@@ -58,8 +55,9 @@ class HyperLayer(DecoderLayer):
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, cache: Any, batch: Batch, export: LayerExport | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """See ``DecoderLayer``. ``x`` are the residual streams, ``[tokens, streams * hidden]``; returns them twice."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """See ``DecoderLayer``. ``x`` are the residual streams, ``[tokens, streams * hidden]``, and so is the first
+        result."""
         ops, token_ids = self._ops, batch.token_ids
         collapsed, weights = self._attention_weights(x)
         attended = self.attention(self._attention_norm(collapsed), cache, batch, self._last, export)
@@ -70,7 +68,7 @@ class HyperLayer(DecoderLayer):
         x = ops.mix_streams(
             self._experts(self._experts_norm(collapsed), None, token_ids=token_ids), x, weights, self._streams
         )
-        return x, x
+        return x, None
 
 
 class DeepseekV4(Decoder):
@@ -103,15 +101,11 @@ class DeepseekV4(Decoder):
         layouts = transfer_layouts(specs, slot_tokens)
         return [layouts[number] for number in self.layers]
 
-    @torch.inference_mode()
-    def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
-        streams = batch.hidden_states
-        if self._expert_load:
-            self._expert_load.num_tokens = batch.attention.query_start_loc[-1:]
-        if streams is None:
-            streams = x = self._embed(batch.token_ids)
-            for _ in range(self._streams - 1):
-                streams = self._ops.concatenate(streams, x)
-        for layer, layer_cache, layer_export in zip(self._layers, cache, export or repeat(None), strict=False):
-            streams, _ = layer(streams, None, layer_cache, batch, layer_export)
-        return self._norm(self._head_weights(streams)[0]) if self._is_last else streams
+    def _enter(self, batch: Batch) -> Tensor:
+        streams = x = super()._enter(batch)
+        for _ in range(self._streams - 1):
+            streams = self._ops.concatenate(streams, x)
+        return streams
+
+    def _leave(self, x: Tensor, residual: Tensor | None, batch: Batch) -> Tensor:
+        return super()._leave(self._head_weights(x)[0], residual, batch)

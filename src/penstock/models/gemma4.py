@@ -30,7 +30,7 @@ from .layer import AttentionFactory, DecoderLayer, MLPFactory, make_norm
 
 def make_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
     """``AttentionFactory`` of Gemma 4."""
-    kv_heads, dim = config.layer_heads[layer]
+    kv_heads, dim = config.kv_heads_of(layer), config.head_dim_of(layer)
     rope, eps = config.rope_of(layer), config.rms_norm_eps
     assert rope is not None
     options: dict[str, Any] = {
@@ -66,15 +66,15 @@ def make_mlp(context: BuildContext, config: ModelConfig, layer: int, name: str) 
 
 
 class RouterNorm(RMSNorm):
-    """RMS norm of a router's input, divided by the square root of the size.
+    """RMS norm of a router's input, times a factor.
 
     Args:
         name: tensor of the weights.
     """
 
-    def __init__(self, context: BuildContext, name: str, size: int, eps: float) -> None:
+    def __init__(self, context: BuildContext, name: str, size: int, eps: float, factor: float) -> None:
         self._ops, self._eps = context.ops, eps
-        self.weight = context.read_weight(name, size).float() * size**-0.5
+        self.weight = context.read_weight(name, size).float() * factor
 
 
 class MLPAndExperts:
@@ -98,7 +98,7 @@ class MLPAndExperts:
                 "post_feedforward_layernorm_2",
             )
         )
-        self._router_norm = RouterNorm(context, f"{name}.router.scale", hidden, eps)
+        self._router_norm = RouterNorm(context, f"{name}.router.scale", hidden, eps, hidden**-0.5)
         self._experts = MixtureOfExperts(
             context,
             name,
@@ -129,8 +129,7 @@ class LayerInputs:
     def __init__(self, context: BuildContext, config: ModelConfig, size: int) -> None:
         self._ops, self._size, self._layers = context.ops, size, config.num_layers
         total = config.num_layers * size
-        vocab_size = int(config.raw["vocab_size_per_layer_input"])
-        self._embedding = Embedding(context, "model.embed_tokens_per_layer", vocab_size, total)
+        self._embedding = Embedding(context, "model.embed_tokens_per_layer", config.vocab_size, total)
         shards = [shard_outputs(context.group, total)]
         name = "model.per_layer_model_projection"
         self._projection = ColumnParallelLinear(context, [name], config.hidden_size, shards, gather_output=True)
@@ -223,11 +222,13 @@ class Gemma4Layer(DecoderLayer):
 class Gemma4(Decoder):
     """A ``Decoder`` of Gemma 4."""
 
-    def __init__(self, context: BuildContext, config: ModelConfig, num_mtp_heads: int = 0) -> None:
+    def __init__(
+        self, context: BuildContext, config: ModelConfig, num_mtp_heads: int = 0, mlp: MLPFactory = make_mlp
+    ) -> None:
         size = layer_input_size(config)
         self._inputs = LayerInputs(context, config, size) if size else None
         self.embeds_in_all_stages = size > 0
-        super().__init__(context, config, num_mtp_heads, make_attention, make_mlp)
+        super().__init__(context, config, num_mtp_heads, make_attention, mlp)
 
     def _make_layer(
         self, context: BuildContext, number: int, attention: AttentionFactory, mlp: MLPFactory

@@ -45,6 +45,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     return replace(
         config,
         compressed=compressed,
+        residual_streams=compressed.hyper.streams,
         layer_kinds=tuple("attention" if kind == "none" else "both" for kind in compressed.kinds),
         rope_parameters=compressed.rope,
         local_rope_parameters=compressed.window_rope,

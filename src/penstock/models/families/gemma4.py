@@ -48,7 +48,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         experts=_read_experts(raw) if raw.get("enable_moe_block") else None,
         options=options,
     )
-    config = replace(config, layer_heads=_layer_heads(raw, config, kinds), kv_sources=_kv_sources(raw, kinds))
+    config = replace(config, layer_heads=_layer_heads(raw, config, kinds), kv_sources=kv_sources(raw, kinds))
     return replace(config, counted_weights=_count_weights(config))
 
 
@@ -97,7 +97,7 @@ def _layer_heads(raw: ConfigJson, config: ModelConfig, kinds: list[str]) -> tupl
     return tuple(heads)
 
 
-def _kv_sources(raw: ConfigJson, kinds: list[str]) -> tuple[int, ...]:
+def kv_sources(raw: ConfigJson, kinds: list[str]) -> tuple[int, ...]:
     """``ModelConfig.kv_sources``: the last ``num_kv_shared_layers`` layers attend to the keys and values of the last
     layer of their type before them."""
     first = len(kinds) - int(raw.get("num_kv_shared_layers") or 0)
@@ -148,7 +148,20 @@ def _count_weights(config: ModelConfig) -> dict[str, int]:
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
     """See ``Family.find_stored``."""
-    return Stored(re.sub(r"^model\b", "model.language_model", name) if config.architecture in WITH_TOWERS else name)
+    return find_text(config, name, config.architecture in WITH_TOWERS)
+
+
+def find_text(config: ModelConfig, name: str, has_towers: bool) -> Stored:
+    """Location of a module of the language model. Tokens that have no embedding for each layer get that of token 0.
+
+    Args:
+        has_towers: the checkpoint also has towers.
+    """
+    stored = re.sub(r"^model\b", "model.language_model", name) if has_towers else name
+    if name != "model.embed_tokens_per_layer":
+        return Stored(stored)
+    rows, vocabulary = int(config.raw["vocab_size_per_layer_input"]), config.vocab_size
+    return Stored(stored, rows, ((0, min(rows, vocabulary)), *[(0, 1)] * (vocabulary - rows)))
 
 
 FAMILY = Family(

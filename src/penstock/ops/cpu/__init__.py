@@ -8,21 +8,14 @@ from __future__ import annotations
 
 from .. import _kernels, native
 from ..reference import apply_bitmask, log_softmax, sample_random, topk
-from .compressed import (
-    collapse_streams,
-    compress,
-    compressed_attention,
-    hyper_weights,
-    mix_streams,
-    rotate_tail,
-    select_entries,
-)
+from .compressed import compress, compressed_attention, rotate_tail, select_entries
 from .elementwise import (
     activation,
     activation_and_mul,
     add_residual,
     add_rms_norm,
     clone,
+    gaussian_topk,
     index_select,
     layer_norm,
     rms_norm,
@@ -71,6 +64,7 @@ from .scans import multiply, rg_lru, selective_scan
 from .sketch import argmax
 from .state_space import concatenate, state_space
 from .states import gated_delta_rule, gated_rms_norm, multiply_gate, short_convolution
+from .streams import collapse_streams, equalize_streams, hyper_weights, mix_streams
 
 native.set_up()
 

@@ -1,4 +1,4 @@
-"""Compressed attention and hyper-connections (DeepSeek-V4)."""
+"""Compressed attention (DeepSeek-V4)."""
 
 from __future__ import annotations
 
@@ -116,30 +116,3 @@ def rotate_tail(x: Tensor, positions: Tensor, table: Tensor, inverse: bool = Fal
     tokens, heads, dim = x.shape
     pointers = x.data_ptr(), positions.data_ptr(), table.data_ptr()
     _kernels.rotate_tail(*pointers, tokens, heads, dim, table.shape[1], inverse, DTYPE_CODES[x.dtype])
-
-
-def hyper_weights(logits: Tensor, base: Tensor, scale: Tensor, streams: int, iterations: int, eps: float) -> Tensor:
-    """See ``reference.hyper_weights``."""
-    assert logits.is_contiguous() and logits.dtype is base.dtype is scale.dtype is torch.float32
-    out = empty(logits.shape, torch.float32)
-    pointers = logits.data_ptr(), base.data_ptr(), scale.data_ptr(), out.data_ptr()
-    _kernels.hyper_weights(*pointers, logits.shape[0], logits.shape[1], streams, iterations, eps)
-    return out
-
-
-def collapse_streams(x: Tensor, weights: Tensor, streams: int) -> Tensor:
-    """See ``reference.collapse_streams``."""
-    rows, size = x.shape[0], x.shape[1] // streams
-    assert x.is_contiguous() and weights.is_contiguous()
-    out = empty((rows, size), x.dtype)
-    pointers = x.data_ptr(), weights.data_ptr(), out.data_ptr()
-    _kernels.collapse_streams(*pointers, rows, weights.shape[1], streams, size, DTYPE_CODES[x.dtype])
-    return out
-
-
-def mix_streams(x: Tensor, residual: Tensor, weights: Tensor, streams: int) -> Tensor:
-    """See ``reference.mix_streams``. ``residual`` is changed in place."""
-    assert x.is_contiguous() and residual.is_contiguous() and weights.is_contiguous()
-    pointers = x.data_ptr(), residual.data_ptr(), weights.data_ptr()
-    _kernels.mix_streams(*pointers, x.shape[0], weights.shape[1], streams, x.shape[1], DTYPE_CODES[x.dtype])
-    return residual

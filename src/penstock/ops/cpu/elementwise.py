@@ -102,6 +102,16 @@ def scale(x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
     return out
 
 
+def gaussian_topk(x: Tensor, multiplier: float) -> Tensor:
+    """See ``reference.gaussian_topk``."""
+    assert x.stride(1) == 1
+    out = empty(x.shape, x.dtype)
+    _kernels.gaussian_topk(
+        x.data_ptr(), out.data_ptr(), x.shape[0], x.stride(0), x.shape[1], multiplier, DTYPE_CODES[x.dtype]
+    )
+    return out
+
+
 def to_float32(x: Tensor) -> Tensor:
     """See ``reference.to_float32``."""
     x, out = contiguous(x), empty(x.shape, torch.float32)

@@ -29,6 +29,7 @@ from .elementwise import (
     add_rms_norm,
     clone,
     gated_rms_norm,
+    gaussian_topk,
     index_select,
     layer_norm,
     multiply,
@@ -65,6 +66,7 @@ from .matrix import (
 from .sampling import apply_bitmask, argmax, log_softmax, sample_random, topk
 from .scans import rg_lru, selective_scan
 from .states import gated_delta_rule, lightning_attention, short_convolution, state_space
+from .streams import equalize_streams
 
 NAME = "cuda"
 BATCH_INVARIANT = True

@@ -149,27 +149,32 @@ def hyper_weights(logits: Tensor, base: Tensor, scale: Tensor, streams: int, ite
 def collapse_streams(x: Tensor, weights: Tensor, streams: int) -> Tensor:
     """See ``reference.collapse_streams``."""
     tokens, size = x.shape[0], x.shape[1] // streams
-    assert x.is_contiguous() and weights.is_contiguous()
+    assert x.is_contiguous() and weights.stride(1) == 1
     out = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
-    grid = tokens, -(-size // COLUMNS)
-    launch(kernels.collapse_streams, grid, x, weights, out, weights.shape[1], size, STREAMS=streams, BLOCK=COLUMNS)
+    grid, stride = (tokens, -(-size // COLUMNS)), _row_stride(weights)
+    launch(kernels.collapse_streams, grid, x, weights, out, stride, size, STREAMS=streams, BLOCK=COLUMNS)
     return out
 
 
 def mix_streams(x: Tensor, residual: Tensor, weights: Tensor, streams: int) -> Tensor:
     """See ``reference.mix_streams``. ``residual`` is changed in place."""
     tokens, size = x.shape
-    assert x.is_contiguous() and residual.is_contiguous() and weights.is_contiguous()
+    assert x.is_contiguous() and residual.is_contiguous() and weights.stride(1) == 1
     launch(
         kernels.mix_streams,
         (tokens, -(-size // STREAM_COLUMNS)),
         x,
         residual,
         weights,
-        weights.shape[1],
+        _row_stride(weights),
         size,
         STREAMS=streams,
         SIZE=power_of_two(streams),
         BLOCK=STREAM_COLUMNS,
     )
     return residual
+
+
+def _row_stride(weights: Tensor) -> int:
+    """Elements between the weights of two tokens; 0 if all tokens have the same."""
+    return weights.stride(0) if weights.shape[0] > 1 else 0

@@ -112,6 +112,16 @@ def scale(x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
     return out
 
 
+def gaussian_topk(x: Tensor, multiplier: float) -> Tensor:
+    """See ``reference.gaussian_topk``."""
+    rows, size = x.shape
+    assert x.stride(1) == 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block, warps = power_of_two(size), norm_warps(size)
+    launch(kernels.gaussian_topk, (rows,), x, out, x.stride(0), multiplier, SIZE=size, BLOCK=block, num_warps=warps)
+    return out
+
+
 def to_float32(x: Tensor) -> Tensor:
     """See ``reference.to_float32``."""
     return x.float()

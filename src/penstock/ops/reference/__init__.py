@@ -12,19 +12,12 @@ from ..activations import activation, activation_and_mul
 from ..experts import combine_experts, count_experts, place_experts, select_experts
 from ..sampling import sample_random
 from .attention import attention, rope_and_store
-from .compressed import (
-    collapse_streams,
-    compress,
-    compressed_attention,
-    hyper_weights,
-    mix_streams,
-    rotate_tail,
-    select_entries,
-)
+from .compressed import compress, compressed_attention, rotate_tail, select_entries
 from .elementwise import (
     add_residual,
     add_rms_norm,
     clone,
+    gaussian_topk,
     index_select,
     layer_norm,
     rms_norm,
@@ -54,6 +47,7 @@ from .matrix import (
 from .scans import multiply, rg_lru, selective_scan
 from .state_space import concatenate, state_space
 from .states import gated_delta_rule, gated_rms_norm, multiply_gate, short_convolution
+from .streams import collapse_streams, equalize_streams, hyper_weights, mix_streams
 
 NAME = "reference"
 BATCH_INVARIANT = False

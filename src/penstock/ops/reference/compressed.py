@@ -1,4 +1,4 @@
-"""Compressed attention and hyper-connections (DeepSeek-AI, 2026, "DeepSeek-V4").
+"""Compressed attention (DeepSeek-AI, 2026, "DeepSeek-V4").
 
 The KV cache is a latent cache (``KVSpec.latent``): a token's vector begins with its key, which is also its value. In
 layers with compressed entries, the vector of the last token of an entry goes on with the entry, and its index key, if
@@ -153,57 +153,3 @@ def rotate_tail(x: Tensor, positions: Tensor, table: Tensor, inverse: bool = Fal
         cos, sin = table.chunk(2, -1)
         table = torch.cat((cos, -sin), -1)
     tail.copy_(rope(tail, positions, table, interleaved=True))
-
-
-def hyper_weights(logits: Tensor, base: Tensor, scale: Tensor, streams: int, iterations: int, eps: float) -> Tensor:
-    """Weights of hyper-connections (Xie et al., 2026), from their logits.
-
-    Args:
-        logits: ``[tokens, (2 + streams) * streams]`` float32: to collapse the streams, to expand the output of a layer,
-            and to mix the streams, ``[in, out]``; or only the first, ``[tokens, streams]``.
-        base: added to the logits after the multiplication by the scale, float32.
-        scale: ``[3]`` float32, one for each kind of logits; ``[1]`` if there is one kind.
-        iterations: number of iterations of Sinkhorn's algorithm, after which rows and columns of the last sum to 1.
-
-    Returns weights in the order of ``logits``.
-    """
-    n = streams
-    sizes = [n, n, n * n] if logits.shape[1] > n else [n]
-    parts = [
-        part * factor + added
-        for part, factor, added in zip(logits.split(sizes, -1), scale, base.split(sizes), strict=True)
-    ]
-    collapse: Tensor = parts[0].sigmoid() + eps
-    if len(parts) == 1:
-        return collapse
-    mix: Tensor = parts[2].unflatten(-1, (n, n)).softmax(-1) + eps
-    mix = mix / (mix.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        mix = mix / (mix.sum(-1, keepdim=True) + eps)
-        mix = mix / (mix.sum(-2, keepdim=True) + eps)
-    return torch.cat((collapse, 2 * parts[1].sigmoid(), mix.flatten(-2)), -1)
-
-
-def collapse_streams(x: Tensor, weights: Tensor, streams: int) -> Tensor:
-    """Weighted sum of residual streams: ``[tokens, streams * hidden]`` to ``[tokens, hidden]``.
-
-    Args:
-        weights: result of ``hyper_weights``.
-    """
-    total: Tensor = (x.float().unflatten(-1, (streams, -1)) * weights[:, :streams, None]).sum(1)
-    return total.to(x.dtype)
-
-
-def mix_streams(x: Tensor, residual: Tensor, weights: Tensor, streams: int) -> Tensor:
-    """Mix residual streams, ``[tokens, streams * hidden]``, and add the weighted output of a layer to each.
-
-    A backend may change ``residual`` in place.
-
-    Args:
-        x: ``[tokens, hidden]``.
-        weights: result of ``hyper_weights``.
-    """
-    expand, mix = weights[:, streams:].split([streams, streams * streams], -1)
-    mixed = mix.unflatten(-1, (streams, streams)).transpose(1, 2) @ residual.float().unflatten(-1, (streams, -1))
-    total: Tensor = expand[:, :, None] * x.float()[:, None] + mixed
-    return total.flatten(1).to(x.dtype)

@@ -60,6 +60,13 @@ def scale(x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
     return (cap * torch.tanh(scaled / cap) if cap else scaled).to(x.dtype)
 
 
+def gaussian_topk(x: Tensor, multiplier: float) -> Tensor:
+    """Set all but the largest elements of rows ``[tokens, size]`` to zero, as if they were normally distributed:
+    ``relu(x - cutoff)`` with ``cutoff = mean + multiplier * standard deviation`` (Gemma 3n). Rows may be strided."""
+    mean, deviation = x.float().mean(-1, keepdim=True), x.float().std(-1, correction=0, keepdim=True)
+    return (x.float() - (mean + deviation * multiplier)).relu().to(x.dtype)
+
+
 def to_float32(x: Tensor) -> Tensor:
     """Convert ``[rows, size]`` to float32."""
     return x.float()

@@ -239,6 +239,21 @@ def scale(x, out, stride, factor, cap, SIZE: tl.constexpr, CAPPED: tl.constexpr,
 
 
 @triton.jit
+def gaussian_topk(x, out, stride, multiplier, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """``relu(x - (mean + multiplier * standard deviation))`` of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    row_values = tl.load(x + row * stride + columns, mask=inside, other=0.0)
+    x32 = row_values.to(tl.float32)
+    mean = sum_pairs(x32) / SIZE
+    centered = tl.where(inside, x32 - mean, 0.0)
+    cutoff = mean + tl.sqrt(sum_pairs(centered * centered) / SIZE) * multiplier
+    result = tl.maximum(x32 - cutoff, 0.0)
+    tl.store(out + row * SIZE + columns, result.to(row_values.dtype), mask=inside)
+
+
+@triton.jit
 def multiply(
     x, gate, out, stride, gate_stride, out_stride, SIZE: tl.constexpr, FUNCTION: tl.constexpr, BLOCK: tl.constexpr
 ):
