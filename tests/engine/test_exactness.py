@@ -22,7 +22,15 @@ from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import Gemma4TextConfig, Mamba2Config, MixtralConfig, Qwen3Config, Qwen3NextConfig, StableLmConfig
+from transformers import (
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    Mamba2Config,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+    StableLmConfig,
+)
 
 from penstock.config.options import EngineOptions
 from penstock.core import EngineRequest, GuidedDecodingParams, SamplingParams, TokenDelta, Vocabulary
@@ -45,6 +53,8 @@ ONLY_STATES = "only-states"
 """The same for a model without keys and values."""
 HEADS = "heads"
 """The same for a model whose layers differ in their heads, and share keys and values."""
+STREAMS = "streams"
+"""The same for a model with several residual streams."""
 LIBRARY, LIBRARY_EXPERTS = "library", "library-experts"
 """The same for models run by the modules of transformers."""
 GRIDS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))
@@ -84,6 +94,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     gemma |= {"attention_k_eq_v": True, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 16}
     gemma |= {"num_hidden_layers": 6, "vocab_size_per_layer_input": SMALL["vocab_size"]}
     save(Gemma4TextConfig(**SMALL | gemma), folder / HEADS)
+    kinds = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "full", "full")]
+    gemma = {"head_dim": 16, "layer_types": kinds, "sliding_window": 24, "laurel_rank": 8, "num_kv_shared_layers": 2}
+    gemma |= {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size_per_layer_input": 16}
+    gemma |= {"num_hidden_layers": 5, "vocab_size_per_layer_input": 290}
+    gemma |= {"activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.9, 0.0]}
+    save(Gemma3nTextConfig(**SMALL | gemma), folder / STREAMS)
     save(StableLmConfig(**SMALL | heads, partial_rotary_factor=0.5), folder / LIBRARY)
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40}
     save(MixtralConfig(**SMALL | heads | experts, sliding_window=24), folder / LIBRARY_EXPERTS)
@@ -111,6 +127,7 @@ KINDS = [
     "bfloat16 none int8 states",
     f"float32 none auto {ONLY_STATES}",
     "bfloat16 none auto heads",
+    f"bfloat16 w8a8 auto {STREAMS}",
     f"float32 none auto {LIBRARY}",
     f"bfloat16 wint8 int8 {LIBRARY_EXPERTS}",
 ]

@@ -20,6 +20,7 @@ from test_hub import Hub
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3nTextConfig,
     Gemma4TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -60,11 +61,22 @@ GEMMA4 = {
     "vocab_size_per_layer_input": 300,
     "use_double_wide_mlp": True,
 }
+GEMMA3N = {
+    "head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "num_kv_shared_layers": 1,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 300,
+    "intermediate_size": [96, 64, 128],
+    "activation_sparsity_pattern": [0.9, 0.0, 0.0],
+    "laurel_rank": 8,
+}
 CONFIGS = {
     "llama": LlamaConfig(**SMALL),
     "mistral": MistralConfig(**SMALL, sliding_window=32),
     "qwen2": Qwen2Config(**SMALL),
     "qwen3": Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=True),
+    "gemma3n": Gemma3nTextConfig(**SMALL | GEMMA3N),
     "gemma4": Gemma4TextConfig(**SMALL, **GEMMA4),
     "deepseek_v3": DeepseekV3Config(**SMALL, **LATENT),
     "deepseek_v3 without low-rank queries": DeepseekV3Config(**SMALL, **{**LATENT, "q_lora_rank": None}),
@@ -92,7 +104,7 @@ def test_deepseek_v3_has_671_billion_parameters() -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma4"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma4", "gemma3n"])
 def test_plan_equals_engine_log(
     name: str,
     kv_cache_dtype: str,

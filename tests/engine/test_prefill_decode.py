@@ -31,6 +31,7 @@ from test_exactness import (
     NGRAM,
     ONLY_STATES,
     STATES,
+    STREAMS,
     Result,
     append,
     draw_request,
@@ -174,6 +175,11 @@ TOPOLOGIES: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = 
         f"bfloat16 none int8 {HEADS}",
         [{"pipeline_parallel_size": 2}],
         [SMALL_CACHE | {"tensor_parallel_size": 2}],
+    ),
+    "streams, tp 2 to pp 2": (
+        f"bfloat16 none auto {STREAMS}",
+        [{"tensor_parallel_size": 2}],
+        [SMALL_CACHE | {"pipeline_parallel_size": 2}],
     ),
 }
 

@@ -24,7 +24,7 @@ from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.core import PenstockError
 from penstock.ops import AttentionMetadata, AttentionOptions, KVSpec, QKNorms, reference
 from penstock.ops.activations import ACTIVATIONS, GATES
-from penstock.ops.cuda import elementwise, kv_cache
+from penstock.ops.cuda import elementwise, kv_cache, streams
 from penstock.ops.cuda.launch import record_launches
 from penstock.ops.reference.kv_cache import quantize
 
@@ -80,6 +80,21 @@ def test_elementwise_ops_match_reference(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", FEW)
+def test_ops_on_residual_streams_match_reference(seed: int) -> None:
+    rng = Random(seed)
+    dtype, rows, size, count = rng.choice(DTYPES), rng.randint(1, 5), rng.randint(1, 300), rng.randint(2, 8)
+    x, whole = randn(rng, rows, size, dtype=dtype), randn(rng, rows, count * size, dtype=dtype)
+    for number in (rows, 1):  # weights of each token, or the same for all
+        weights = randn(rng, number, count * (count + 2))
+        collapsed = [ops.collapse_streams(whole, weights, count) for ops in (streams, reference)]
+        assert_close(*collapsed)
+        mixed = [ops.mix_streams(x, whole.clone(), weights, count) for ops in (streams, reference)]
+        assert_close(*mixed)
+    equal = [ops.equalize_streams(whole.clone(), count, 1e-5) for ops in (streams, reference)]
+    assert_close(*equal)
+
+
+@pytest.mark.parametrize("seed", FEW)
 def test_norm_activation_scale_and_rope_variants_match_reference(seed: int) -> None:
     """Norms with float32 weights, layer norms, GELU, scale, and interleaved or partial RoPE."""
     rng = Random(seed)
@@ -102,6 +117,8 @@ def test_norm_activation_scale_and_rope_variants_match_reference(seed: int) -> N
         assert_close(elementwise.activation_and_mul(gate_up, function), reference.activation_and_mul(gate_up, function))
     for factor, cap in ((0.3, 0.0), (2.0, 5.0), (1.0, 30.0)):
         assert_close(elementwise.scale(x, factor, cap), reference.scale(x, factor, cap))
+    multiplier = rng.uniform(-2, 3)
+    assert_close(elementwise.gaussian_topk(x, multiplier), reference.gaussian_topk(x, multiplier))
     dim = rng.choice((16, 80, 128))
     rotary, interleaved = rng.choice((0, dim // 2, dim)), rng.random() < 0.5
     positions, table = torch.randint(50, (rows,)), randn(rng, 50, rotary)

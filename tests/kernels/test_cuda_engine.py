@@ -21,7 +21,14 @@ import torch
 from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
 from test_exactness import ADAPTERS, Result, draw_request, run, vocabulary
-from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 from penstock import LLM, SamplingParams
 from penstock.config.options import EngineOptions
@@ -67,10 +74,19 @@ GEMMA4 = {
     "top_k_experts": 2,
     "moe_intermediate_size": 32,
 }
+GEMMA3N = {
+    "layer_types": ["full_attention"] * 2,
+    "num_kv_shared_layers": 1,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": SMALL["vocab_size"],
+    "activation_sparsity_pattern": [0.9, 0.0],
+    "laurel_rank": 8,
+}
 MORE_OF_FAMILY = {
     Qwen3Config: {"sliding_window": None},
     LlamaConfig: {"attention_bias": True},
     Gemma4TextConfig: GEMMA4,
+    Gemma3nTextConfig: GEMMA3N,
 }
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
 
@@ -239,7 +255,7 @@ def test_tensor_parallel_tokens_equal_single_rank(checkpoint: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [pytest.param(LlamaConfig, marks=pytest.mark.thorough), Qwen3Config, Gemma4TextConfig]
+    "family", [pytest.param(LlamaConfig, marks=pytest.mark.thorough), Qwen3Config, Gemma4TextConfig, Gemma3nTextConfig]
 )
 def test_tokens_equal_reference_backend(tmp_path: Path, family: Any) -> None:
     save(family(**TINY | MORE_OF_FAMILY[family]), tmp_path)

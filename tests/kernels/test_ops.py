@@ -453,6 +453,36 @@ def test_fused_activations_and_scale_match_reference(seed: int, rows: int, size:
         assert_close(cpu.scale(x, factor, cap), reference.scale(x, factor, cap), 10)
 
 
+@few
+@given(seed=seeds, rows=st.integers(1, 40), size=sizes, multiplier=st.floats(-2, 3), dtype=dtypes)
+def test_gaussian_topk_matches_reference(
+    seed: int, rows: int, size: int, multiplier: float, dtype: torch.dtype
+) -> None:
+    x = randn(seed, rows, size + 3, dtype=dtype)[:, 2:-1] * 4 + 1
+    got = cpu.gaussian_topk(x, multiplier)
+    assert_close(got, reference.gaussian_topk(x, multiplier), 10)
+    assert torch.equal(got[-1:], cpu.gaussian_topk(x[-1:], multiplier))
+
+
+@few
+@given(seed=seeds, rows=st.integers(1, 40), size=sizes, streams=st.integers(2, 8), dtype=dtypes)
+def test_ops_on_residual_streams_match_reference(
+    seed: int, rows: int, size: int, streams: int, dtype: torch.dtype
+) -> None:
+    """Also with one row of weights for all tokens, and a stream of zeros."""
+    x, whole = randn(seed, rows, size, dtype=dtype), randn(seed + 1, rows, streams * size, dtype=dtype)
+    whole[:, -size:] = 0
+    for count in (rows, 1):
+        weights = randn(seed + 2, count, streams * (streams + 2))
+        collapsed = [ops.collapse_streams(whole, weights, streams) for ops in (cpu, reference)]
+        assert_close(*collapsed, 10)
+        mixed = [ops.mix_streams(x, whole.clone(), weights, streams) for ops in (cpu, reference)]
+        assert_close(*mixed, 10)
+        assert torch.equal(mixed[0][-1:], cpu.mix_streams(x[-1:], whole[-1:].clone(), weights[-1:], streams))
+    equal = [ops.equalize_streams(whole.clone(), streams, 1e-5) for ops in (cpu, reference)]
+    assert_close(*equal, 10)
+
+
 def draw_batch(rng: Random, block_size: int, sequences: int) -> tuple[Batch, int, int]:
     """A batch of sequences with cached and new tokens; returns the batch, its number of tokens, and of blocks."""
     lengths = [rng.randint(1, 150) for _ in range(sequences)]

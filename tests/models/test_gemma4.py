@@ -1,4 +1,5 @@
-"""Gemma 4: heads that differ between layers, shared keys and values, inputs of each layer, experts next to the MLP."""
+"""Gemma 4 and Gemma 3n: heads that differ between layers, shared keys and values, inputs of each layer, experts next to
+the MLP, several residual streams, sparse activations."""
 
 from __future__ import annotations
 
@@ -17,9 +18,16 @@ import transformers
 from checkpoints import SMALL, randomize, save
 from families import gemma4_moe
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_families import GREEDY, OPTIONS, PROMPTS, bfloat16_errors, check
-from transformers import Gemma4ForCausalLM, Gemma4TextConfig, Gemma4UnifiedTextConfig, PreTrainedModel
+from test_speculative_heads import eagle3
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
+    PreTrainedModel,
+)
 
 from penstock import LoRARequest, demo
 from penstock.calibration.options import QuantizeOptions
@@ -54,16 +62,44 @@ FIELDS = SMALL | {
 }
 """A small model with everything in which layers can differ, except experts. Layers 3 to 5 attend to the keys and values
 of layers 1 and 2."""
+FIELDS_3N = SMALL | {
+    "max_position_embeddings": 512,
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "intermediate_size": [96, 200, 128, 64, 96, 128],
+    "layer_types": KINDS * 3,
+    "sliding_window": 24,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 300,
+    "altup_active_idx": 1,
+    "laurel_rank": 8,
+    "activation_sparsity_pattern": [0.9, 0.95, 0.0, 0.95, 0.0, 0.5],
+}
+"""The same for Gemma 3n."""
 REPEATED = [prompt[:20] * 4 for prompt in PROMPTS if len(prompt) >= 20]
 """Prompts with repetitions, for drafts of n-grams."""
 NGRAMS = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "adaptive": False})
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gemma4")
-    save(Gemma4TextConfig(**FIELDS), folder)
+def save_dense(name: str, folder: Path) -> Path:
+    save(Gemma3nTextConfig(**FIELDS_3N) if name == "Gemma3n" else Gemma4TextConfig(**FIELDS), folder)
     return folder
+
+
+@pytest.fixture(scope="module", params=["Gemma4", "Gemma3n"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_dense(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_dense("Gemma4", tmp_path_factory.mktemp("gemma4"))
+
+
+@pytest.fixture(scope="module")
+def gemma3n(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_dense("Gemma3n", tmp_path_factory.mktemp("gemma3n"))
 
 
 def outputs(folder: Path, prompts: list[list[int]], **options: Any) -> list[Any]:
@@ -92,11 +128,7 @@ def test_unified_model_matches_transformers(tmp_path: Path) -> None:
     check(tmp_path, save(config, tmp_path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
-def test_bits_do_not_depend_on_drafts_ranks_and_stages(experts: bool, folder: Path, tmp_path: Path) -> None:
-    if experts:
-        draw_with_experts(3, folder := tmp_path)
+def check_bits(folder: Path, experts: bool) -> None:
     expected = outputs(folder, REPEATED, max_num_batched_tokens=512, num_gpu_blocks_override=400)
     itself = {"model": str(folder), "num_speculative_tokens": 2, "adaptive": False}
     for options in (
@@ -105,6 +137,17 @@ def test_bits_do_not_depend_on_drafts_ranks_and_stages(experts: bool, folder: Pa
         {"tensor_parallel_size": 2} if experts else {"speculative_config": json.dumps(itself)},
     ):
         assert outputs(folder, REPEATED, **options) == expected, options
+
+
+@pytest.mark.slow
+def test_bits_do_not_depend_on_drafts_ranks_and_stages(folder: Path) -> None:
+    check_bits(folder, experts=False)
+
+
+@pytest.mark.slow
+def test_bits_of_model_with_experts_do_not_depend_on_ranks_and_stages(tmp_path: Path) -> None:
+    draw_with_experts(3, tmp_path)
+    check_bits(tmp_path, experts=True)
 
 
 @pytest.mark.slow
@@ -121,16 +164,20 @@ def test_cached_prefixes_are_found_on_disk_by_other_ranks(folder: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_engine_folder_has_the_same_bits(tmp_path: Path) -> None:
-    draw_with_experts(3, folder := tmp_path / "model")
+@pytest.mark.parametrize("experts", [True, False], ids=["Gemma 4 with experts", "Gemma 3n"])
+def test_engine_folder_has_the_same_bits(experts: bool, gemma3n: Path, tmp_path: Path) -> None:
+    if experts:
+        draw_with_experts(3, folder := tmp_path / "model")
+    else:
+        folder = gemma3n
     options: dict[str, Any] = {"dtype": "float32", "tensor_parallel_size": 2, "weight_cache_dir": "none"}
     build_engine(EngineOptions(model=str(folder), **options), tmp_path / "engine", workers=1, recorded={})
     assert outputs(tmp_path / "engine", REPEATED, tensor_parallel_size=2) == outputs(folder, REPEATED)
 
 
-def test_planned_sizes_equal_sizes_of_loaded_model(folder: Path, tmp_path: Path) -> None:
+def test_planned_sizes_equal_sizes_of_loaded_model(gemma4: Path, gemma3n: Path, tmp_path: Path) -> None:
     draw_with_experts(3, tmp_path)
-    for each in (folder, tmp_path):
+    for each in (gemma4, gemma3n, tmp_path):
         size, tensors = model_size_of(read_config_json(each)), load_file(each / "model.safetensors")
         assert model_size_of(read_config(each).raw) == size
         assert weight_bytes(size, dtype="float32") == sum(x.nbytes for x in tensors.values() if x.dim() > 1)
@@ -160,17 +207,68 @@ def test_stages_that_split_shared_keys_and_values_are_refused(folder: Path) -> N
     ],
 )
 def test_unsupported_fields_are_refused_by_name(
-    fields: dict[str, Any], message: str, folder: Path, tmp_path: Path
+    fields: dict[str, Any], message: str, gemma4: Path, tmp_path: Path
 ) -> None:
+    check_refused(gemma4, fields, message, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"altup_num_inputs": 9}, "altup_num_inputs is 9; supported are 2 to 8"),
+        ({"altup_active_idx": 4}, "altup_active_idx is 4; it must be from 0 to 3"),
+        (
+            {"activation_sparsity_pattern": [0.5]},
+            "activation_sparsity_pattern has 1 entries; it must have",
+        ),
+        ({"activation_sparsity_pattern": 1.0}, "activation_sparsity_pattern has the value 1.0; it must be from 0 to"),
+        ({"intermediate_size": [96] * 5}, "intermediate_size has 5 entries; it must have one for each of 6 layers"),
+        ({"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input is 0; it must be at least 1"),
+        ({"layer_types": ["full_attention"] * 5}, "layer_types has 5 entries; it must have one for each of 6 layers"),
+        ({"layer_types": ["chunked_attention"] * 6}, "layer_types has 'chunked_attention'"),
+    ],
+)
+def test_unsupported_fields_of_gemma_3n_are_refused_by_name(
+    fields: dict[str, Any], message: str, gemma3n: Path, tmp_path: Path
+) -> None:
+    check_refused(gemma3n, fields, message, tmp_path)
+
+
+def check_refused(folder: Path, fields: dict[str, Any], message: str, changed: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | fields))
+    (changed / "config.json").write_text(json.dumps(raw | fields))
     with pytest.raises(PenstockError, match=re.escape(message)):
-        read_config(tmp_path)
+        read_config(changed)
 
 
-def test_quantize_refuses_layers_with_different_heads(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(PenstockError, match="has layers with different heads, which cannot be calibrated"):
-        quantize(folder, tmp_path / "out", QuantizeOptions(method="gptq"), threads=1, progress=False)
+def test_quantize_refuses_different_heads_and_several_streams(gemma4: Path, gemma3n: Path, tmp_path: Path) -> None:
+    for folder, message in ((gemma4, "layers with different heads"), (gemma3n, "several residual streams")):
+        with pytest.raises(PenstockError, match=f"has {message}, which cannot be calibrated"):
+            quantize(folder, tmp_path / "out", QuantizeOptions(method="gptq"), threads=1, progress=False)
+
+
+def test_heads_that_read_residual_streams_of_gemma_3n_are_refused(gemma3n: Path, tmp_path: Path) -> None:
+    eagle3(tmp_path, AutoModelForCausalLM.from_pretrained(gemma3n), "published")
+    drafts = json.dumps({"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 2})
+    with pytest.raises(PenstockError, match="heads that read hidden states of layers are not supported"):
+        LLM(gemma3n, **OPTIONS, speculative_config=drafts)
+
+
+@pytest.mark.slow_after(1)
+def test_language_model_of_multimodal_gemma_3n_runs_and_images_are_refused(gemma3n: Path, tmp_path: Path) -> None:
+    """The checkpoint has the names of the composite model, whose vision tower transformers builds with timm."""
+    tensors = load_file(gemma3n / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    text = json.loads((gemma3n / "config.json").read_text())
+    fields = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(gemma3n / file, tmp_path / file)
+    assert outputs(tmp_path, PROMPTS) == outputs(gemma3n, PROMPTS)
+    image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    with pytest.raises(PenstockError, match="images: are not supported by this model"):
+        LLM(tmp_path, **OPTIONS).chat([{"role": "user", "content": image}])
 
 
 @pytest.mark.slow_after(1)
@@ -207,21 +305,19 @@ def test_language_model_of_multimodal_checkpoint_runs_and_images_are_refused(nam
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
-def test_adapter_matches_peft(experts: bool, folder: Path, tmp_path: Path) -> None:
-    """The adapter changes all linear modules of the layers, except the router."""
-    if experts:
-        model, folder = draw_with_experts(4, tmp_path), tmp_path
+@pytest.mark.parametrize("name", ["Gemma4", "Gemma4 with experts", "Gemma3n"])
+def test_adapter_matches_peft(name: str, tmp_path: Path) -> None:
+    """The adapter changes all linear modules, except routers, coefficients of streams, and the head."""
+    folder, others = tmp_path, re.compile("router|_coefs|lm_head")
+    if name == "Gemma4 with experts":
+        model = draw_with_experts(4, folder)
     else:
-        model = Gemma4ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    in_layers = re.compile(r"layers\..*\.(\w+)$")
-    modules = {
-        found[1]
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and (found := in_layers.search(name)) and "router" not in name
-    }
+        save_dense(name, folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    named = model.named_modules()
+    modules = [each for each, module in named if isinstance(module, torch.nn.Linear) and not others.search(each)]
     torch.manual_seed(1)
-    config = LoraConfig(r=3, target_modules=sorted(modules), init_lora_weights=False)
+    config = LoraConfig(r=3, target_modules=modules, init_lora_weights=False)
     adapted = get_peft_model(model, config)
     adapted.save_pretrained(tmp_path / "adapter")
     llm = LLM(folder, **OPTIONS, enable_lora=True, max_loras=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -35,6 +36,8 @@ ENCODERS = {
 }
 VALUES = {"v_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
 """Matrices that compute values, or in latent attention the latent vectors."""
+OTHERS = re.compile("att|laurel|per_layer")
+"""Pattern of matrices that are no down projections, and may have as many outputs."""
 FUSED = {"c_attn", "query_key_value"}
 """Matrices that compute queries, keys and values together."""
 OF_TRANSFORMERS = (
@@ -105,7 +108,7 @@ def check(built: list[Built], hidden_size: int) -> None:
                 expected, role = 8, "value"
             elif last in FUSED:
                 expected, role = in_third, "value"
-            elif "att" not in each.name and each.outputs == hidden_size:
+            elif not OTHERS.search(each.name) and each.outputs == hidden_size:
                 expected, role = in_third, "down"
             else:
                 role = "other"
@@ -120,6 +123,8 @@ def test_sensitive_matrices_of_decoders_have_8_bits(family: str, tmp_path: Path)
     config.intermediate_size = 96  # differs from the hidden size
     if family == "Gemma4":  # every layer has a projection of values, and no other matrix has as many outputs
         config.attention_k_eq_v, config.num_kv_shared_layers, config.hidden_size_per_layer_input = False, 0, 0
+    if family == "Gemma3n":
+        config.intermediate_size, config.num_kv_shared_layers = [96] * 6, 0
     save_config(config, tmp_path, f"{family}ForCausalLM")
     check(build(tmp_path), config.hidden_size)
 

@@ -159,7 +159,7 @@ def embeddings(whole: bool) -> Calls:
 
 
 def rows(whole: bool) -> Calls:
-    from penstock.ops.cuda import elementwise
+    from penstock.ops.cuda import elementwise, streams
 
     for model in MODELS if whole else MODELS[1:]:
         x, weight = empty(8, model.hidden), empty(model.hidden)
@@ -179,6 +179,11 @@ def rows(whole: bool) -> Calls:
         yield "layer_norm", lambda x=x, wide=wide: elementwise.layer_norm(x, wide, wide, 1e-6)
         yield "scale", lambda x=x: elementwise.scale(x, 2.0, 30.0)
         yield "rotate", lambda x=x: matrix.rotate(x, 64)
+        yield "gaussian_topk", lambda gate_up=gate_up: elementwise.gaussian_topk(gate_up, 1.6)
+        several, weights = empty(8, 4 * model.hidden), torch.empty(8, 24)
+        yield "collapse_streams", partial(streams.collapse_streams, several, weights, 4)
+        yield "mix_streams", partial(streams.mix_streams, x, several, weights, 4)
+        yield "equalize_streams", partial(streams.equalize_streams, several, 4, 1e-5)
         for name in ACTIVATIONS:
             yield name, lambda x=x, name=name: elementwise.activation(x, name)
         yield "gelu_and_mul", lambda gate_up=gate_up: elementwise.activation_and_mul(gate_up, "gelu_tanh")

@@ -29,8 +29,8 @@ TEXT = (
         "dots1",
         "ernie4_5",
     ),
-    *("ernie4_5_moe", "exaone4", "gemma"),
-    *("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite"),
+    *("ernie4_5_moe", "exaone4", "gemma", "gemma3n_text"),
+    *("gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite"),
     *("granitemoe", "hunyuan_v1_dense"),
     *("bloom", "falcon", "falcon_mamba", "jamba", "lfm2", "lfm2_moe", "mamba", "recurrent_gemma"),
     *(

@@ -115,6 +115,7 @@ def _check_model(config: ModelConfig, model: Path, options: QuantizeOptions) -> 
         (config.has_vision, f"{model} has image input, which penstock quantize does not support{AT_LOAD}"),
         (config.speech, f"{model} has audio input, which penstock quantize does not support"),
         (config.layer_heads, f"{family} has layers with different heads, which cannot be calibrated{AT_LOAD}"),
+        (config.residual_streams > 1, f"{family} has several residual streams, which cannot be calibrated{AT_LOAD}"),
         (head_dim, f"{model} has head_dim {head_dim}, which must be a multiple of {PADDED_TO}{AT_LOAD}"),
         (config.latent, f"{family} has multi-head latent attention, which cannot be calibrated{AT_LOAD}"),
         (config.raw.get("num_mem_blocks"), f"layers of {family} share matrices, which cannot be calibrated{AT_LOAD}"),

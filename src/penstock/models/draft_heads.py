@@ -88,4 +88,7 @@ def _eagle(context: BuildContext, raw: Mapping[str, Any], method: str, model: Mo
             "use a head that was trained for this model"
         )
         raise invalid(FIELD, message)
+    if config.aux_hidden_state_layers and model.config.residual_streams > 1:
+        message = f"heads that read hidden states of layers are not supported for {model.config.architecture}"
+        raise PenstockError(Code.UNSUPPORTED, f"{message}, which has several residual streams", FIELD)
     return DraftHeads([EAGLE_HEADS[method](context, config, model)], config.aux_hidden_state_layers)

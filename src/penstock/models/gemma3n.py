@@ -201,18 +201,23 @@ class Gemma3n(Gemma4):
     """A ``Decoder`` of Gemma 3n."""
 
     def __init__(self, context: BuildContext, config: ModelConfig, num_mtp_heads: int = 0) -> None:
-        super().__init__(context, config, num_mtp_heads, make_mlp)
         self._streams, hidden = config.residual_streams, config.hidden_size
+        layers, numbers = context.layers or range(config.num_layers), range(self._streams - 1)
 
-        def projections(name: str) -> list[ColumnParallelLinear]:
-            numbers = range(self._streams - 1)
-            return [whole_linear(context, f"model.{name}.{number}", hidden, hidden) for number in numbers]
+        def projections(part: str, exist: bool) -> list[ColumnParallelLinear]:
+            names = [f"model.{part}.{number}" for number in numbers] if exist else []
+            return [whole_linear(context, name, hidden, hidden) for name in names]
 
-        self._projections = projections("altup_projections") if self._is_first else []
-        self._unembed_projections = projections("altup_unembed_projections") if self._is_last else []
+        self._projections = projections("altup_projections", layers.start == 0)
+        self._unembed_projections = projections("altup_unembed_projections", layers.stop == config.num_layers)
         self._each = torch.eye(self._streams, device=context.device)
         """Row ``i`` are weights that select stream ``i``."""
         self._mean = self._each.mean(0, keepdim=True)
+        super().__init__(context, config, num_mtp_heads, make_mlp)
+        names = {
+            f"model.altup_{part}.{number}" for part in ("projections", "unembed_projections") for number in numbers
+        }
+        self.lora_targets = {**dict.fromkeys(names), **self.lora_targets}
 
     def _make_layer(
         self, context: BuildContext, number: int, attention: AttentionFactory, mlp: MLPFactory
