@@ -53,6 +53,8 @@ FIXED: dict[str, dict[str, Any]] = {
     "Mixtral": {"sliding_window": None},
     "Olmoe": {"norm_topk_prob": False, "rms_norm_eps": 1e-5},
     "Dots1": {"sliding_window": None},
+    "Bloom": {"apply_residual_connection_post_layernorm": False},
+    "Falcon": {"activation": "gelu", "bias": False, "parallel_attn": True},
     "Llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "use_qk_norm": True},
 }
 """Values of fields that GGUF files do not state, by family."""
@@ -84,6 +86,12 @@ def config_of(family: str, seed: int) -> PreTrainedConfig:
     if family == "Glm":
         config.head_dim = config.hidden_size // config.num_attention_heads
         config.rope_parameters = {**config.rope_parameters, "rope_theta": 10_000.0}
+    if family == "Falcon":
+        config.ffn_hidden_size = 4 * config.hidden_size
+        if not config.new_decoder_architecture:
+            config.multi_query, config.num_kv_heads = True, 1
+    if family == "Mpt":
+        config.attn_config.softmax_scale = None
     if family == "Phi3":
         config.rope_parameters.setdefault("original_max_position_embeddings", 512)
     if family == "HunYuanDenseV1" and config.rope_parameters["rope_type"] == "dynamic":
@@ -230,6 +238,10 @@ def checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> P
         layers, top_k = config["num_hidden_layers"], config["moe_topk"]
         config["moe_topk"] = top_k if isinstance(top_k, list) else [top_k] * layers
         config |= {"moe_intermediate_size": [config["intermediate_size"]] * layers, "num_shared_expert": [1] * layers}
+    if family == "Bloom":
+        config["seq_length"] = 512
+    if family == "Mpt":  # name in published checkpoints
+        config["architectures"] = ["MPTForCausalLM"]
     if family == "DeepseekV3":
         config |= {"scoring_func": "sigmoid"}
     path.write_text(json.dumps(config))
