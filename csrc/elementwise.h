@@ -204,9 +204,12 @@ void gaussian_topk_row(const GaussianTopK& a, int64_t row) {
   f32x16 sums = {};
   for_each_16(a.size, [&](int64_t i, auto n) { sums += get(x + i, n); });
   const float mean = sum(sums) / float(a.size);
-  const float variance = sum_of_squares(a.size, [&](int64_t i, auto n) {
-    return get(x + i, n) - select(iota() < int32_t(n), broadcast(mean), f32x16{});  // zero beyond the end of the row
-  }) / float(a.size);
+  const float variance = sum_of_squares(a.size,
+                                        [&](int64_t i, auto n) {
+                                          return get(x + i, n) - select(iota() < int32_t(n), broadcast(mean),
+                                                                        f32x16{});  // zero beyond the end of the row
+                                        }) /
+                         float(a.size);
   const f32x16 cutoff = broadcast(mean + __builtin_sqrtf(variance) * a.multiplier);
   for_each_16(a.size, [&](int64_t i, auto n) { put(out + i, max(f32x16{}, get(x + i, n) - cutoff), n); });
 }

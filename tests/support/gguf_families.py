@@ -86,6 +86,13 @@ def config_of(family: str, seed: int) -> PreTrainedConfig:
     if family == "Glm":
         config.head_dim = config.hidden_size // config.num_attention_heads
         config.rope_parameters = {**config.rope_parameters, "rope_theta": 10_000.0}
+    if family in ("Gemma3n", "Gemma4"):
+        config.tie_word_embeddings = True
+        config.vocab_size_per_layer_input = 3584
+    if family == "Gemma3n":
+        config.altup_num_inputs, config.altup_active_idx, config.altup_correct_scale = 4, seed % 2, True
+        if config.rope_parameters[FULL]["rope_type"] == "llama3":  # the converter leaves out its factors
+            config.rope_parameters[FULL] = {"rope_type": "default", "rope_theta": 10_000.0}
     if family == "Falcon":
         config.ffn_hidden_size = 4 * config.hidden_size
         if not config.new_decoder_architecture:
@@ -240,6 +247,11 @@ def checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> P
         config |= {"moe_intermediate_size": [config["intermediate_size"]] * layers, "num_shared_expert": [1] * layers}
     if family == "Bloom":
         config["seq_length"] = 512
+    if family == "Gemma4":  # published checkpoints have two fields instead of per_layer_config
+        layers = config.pop("per_layer_config")
+        full = layers[max(layers)] if layers else {}
+        config["global_head_dim"] = full.get("head_dim", config["head_dim"])
+        config["num_global_key_value_heads"] = full.get("num_key_value_heads", config["num_key_value_heads"])
     if family == "Mpt":  # name in published checkpoints
         config["architectures"] = ["MPTForCausalLM"]
     if family == "DeepseekV3":

@@ -15,7 +15,7 @@ from .gguf_metadata import Metadata
 
 Fields = dict[str, Any]
 LAYER = re.compile(r"(?:model\.layers|encoder\.layer|layers)\.(\d+)\.(.+)")
-EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.([^.]+\.[^.]+)")
+EXPERT = re.compile(r"((?:.+\.)?experts)\.(\d+)\.([^.]+\.[^.]+)")
 """Name of one expert's tensor, relative to its layer."""
 
 
@@ -150,7 +150,7 @@ class Architecture:
     experts: Mapping[str, str] = field(default_factory=dict)
     """Tensors of layers with experts, by module."""
     optional: tuple[str, ...] = ()
-    """Tensors of a layer that a file may omit."""
+    """Tensors, of a layer or outside of layers, that a file may omit."""
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Flag of ``config.json`` → optional tensors of a layer that set it to true. The tensors of flag "" are optional
     and set no flag."""
@@ -186,6 +186,8 @@ class Architecture:
     """No layer has rotary embedding; its parameters in the file are ignored."""
     attention_free: bool = False
     """No layer has attention."""
+    varied_layers: bool = False
+    """Layers may have different numbers of KV heads, and MLPs of different sizes."""
     encoder: bool = False
     """Bidirectional attention, without a language model head."""
 
@@ -193,10 +195,14 @@ class Architecture:
         """The name of the tensor with a weight, and the expert's index in that tensor (None: not a tensor of experts).
 
         Args:
-            name: name in a Hugging Face checkpoint, e.g. ``model.layers.0.mlp.experts.3.up_proj.weight``.
+            name: name in a Hugging Face checkpoint, e.g. ``model.layers.0.mlp.experts.3.up_proj.weight``. Other
+                numbered modules are also stored in one tensor.
         """
         if not (match := LAYER.fullmatch(name)):
             module, _, kind = name.rpartition(".")
+            several, _, number = module.rpartition(".")
+            if several in self.model and number.isdecimal():
+                return f"{self.model[several]}.{kind}", int(number)
             return f"{self.model.get(module, module)}.{kind}", None
         prefix, rest, expert = f"blk.{match[1]}.", match[2], None
         if found := EXPERT.fullmatch(rest):

@@ -20,7 +20,7 @@ from .gguf_rope import rope_parameters
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Names of floating-point types in ``config.json``."""
-KINDS = (".weight", ".bias")
+KINDS = (".weight", ".bias", ".scale")
 COMPLETE = (".weight", ".A_log", ".D")
 """Suffixes of names in ``Architecture`` that stand for a tensor, not for a module."""
 FLOAT32 = ("ffn_gate_inp", "_norm", "position_embd", "token_types", "conv")
@@ -62,7 +62,8 @@ class _Reader:
         if key := metadata.unread(OTHER_MODELS):
             raise metadata.unsupported(f"the metadata key {key}")
         fields |= (self._attention(rope_fields, rotary_dim) if has_attention else {}) | given
-        size = metadata.size("feed_forward_length", 0 if architecture.parts else None)
+        varied = architecture.varied_layers  # then ``read`` returns the sizes
+        size = 0 if varied else metadata.size("feed_forward_length", 0 if architecture.parts else None)
         return {
             "architectures": [architecture.name],
             "model_type": kind.model_type,
@@ -82,9 +83,12 @@ class _Reader:
     def _attention(self, rope_fields: Mapping[str, Any], rotary_dim: int) -> dict[str, Any]:
         metadata = self._metadata
         heads, head_dim = metadata.size("attention.head_count"), metadata.head_dim
+        varied = self._architecture.varied_layers
         return {
             "num_attention_heads": heads,
-            "num_key_value_heads": metadata.size("attention.head_count_kv", heads),
+            "num_key_value_heads": max(metadata.sizes("attention.head_count_kv"))
+            if varied
+            else metadata.size("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "max_position_embeddings": metadata.size("context_length"),
             "rope_parameters": self._rope(rope_fields, rotary_dim, head_dim),
@@ -103,7 +107,8 @@ class _Reader:
         allowed = {"output.weight"}
         if architecture.layer_norm:
             allowed |= {"output_norm.bias", "token_embd_norm.bias"}
-        wanted = model - {"output.weight"}
+        wanted = model.difference({"output.weight"}, architecture.optional)
+        allowed |= model
         allowed |= ROPE_TENSORS
         for layer in range(metadata.layers):
             prefix = f"blk.{layer}."
@@ -192,7 +197,7 @@ class _Reader:
         if not architecture.local_rope:
             return rope
         base = metadata.number("rope.freq_base_swa", 0.0)
-        base = base or (10_000.0 if architecture.name == "Gemma3ForCausalLM" else rope["rope_theta"])
+        base = base or (10_000.0 if architecture.name.startswith("Gemma") else rope["rope_theta"])
         return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
 
     def _dtype(self) -> str:

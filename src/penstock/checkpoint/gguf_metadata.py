@@ -83,6 +83,24 @@ class Metadata:
             raise invalid("model", f"{self.file.path}: {key} is {value}; it must be from 1 to {MAX_SIZE}")
         return value
 
+    def sizes(self, key: str) -> list[int]:
+        """A size for each layer, from an array or one value for all layers."""
+        if not self.file.is_array(named := self._key(key)):
+            return [self.size(key)] * self.layers
+        values = [int(value) for value in self.file.numbers(named)]
+        if len(values) < self.layers or not all(1 <= value <= MAX_SIZE for value in values):
+            message = f"{named} must have a number from 1 to {MAX_SIZE} for each of {self.layers} layers"
+            raise invalid("model", f"{self.file.path}: {message}")
+        return values
+
+    def numbers(self, key: str) -> list[float]:
+        """An array of numbers, one per layer, which may be infinite."""
+        key = self._key(key)
+        values = [float(value) for value in self.file.numbers(key)] if self.file.is_array(key) else []
+        if len(values) < self.layers or any(map(math.isnan, values)):
+            raise invalid("model", f"{self.file.path}: {key} must have a number for each of {self.layers} layers")
+        return values[: self.layers]
+
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0, or the default."""
         key = self._key(key)

@@ -3,11 +3,12 @@
 from penstock.core import Code, PenstockError
 
 from . import gguf_alibi as alibi
+from . import gguf_gemma as gemma
 from . import gguf_states as states
 from .gguf_architectures import ARCHITECTURES, DEEPSEEK_V3, MISTRAL, MIXTRAL, OLMO3, ROUTER_BIAS, Architecture
 from .gguf_metadata import Metadata
 
-ALL = ARCHITECTURES | alibi.ARCHITECTURES | states.ARCHITECTURES
+ALL = ARCHITECTURES | alibi.ARCHITECTURES | gemma.ARCHITECTURES | states.ARCHITECTURES
 SIGMOID = 2
 """``expert_gating_func`` of routers with sigmoid scores."""
 

@@ -15,7 +15,7 @@ from penstock.core import Code, PenstockError
 from ..registry import Family, imported
 from ..stored import Stored
 from .gemma import LAYER_NORMS, TANH
-from .gemma4 import FULL, SLIDING, find_text, kv_sources, layer_input_size
+from .gemma4 import FULL, SLIDING, find_gguf, find_text, kv_sources, layer_input_size
 
 WITH_TOWERS = "Gemma3nForConditionalGeneration"
 """Architecture with towers for images and audio, which are not loaded: prompts are text only."""
@@ -108,7 +108,8 @@ def _count_weights(config: ModelConfig) -> dict[str, int]:
     down = hidden * sum(intermediate_size(config, layer) for layer in layers)
     altup = len(layers) * (hidden * streams + streams**3 + streams**2)
     embedding = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
-    per_layer = len(layers) * inputs * (config.vocab_size + hidden)
+    rows = min(int(config.raw["vocab_size_per_layer_input"]), config.vocab_size)
+    per_layer = len(layers) * inputs * (rows + hidden)
     return {
         "layer_weights": 2 * queries + 2 * keys + 3 * down + 2 * len(layers) * hidden * (rank + inputs) + altup,
         "value_weights": keys,
@@ -128,4 +129,5 @@ FAMILY = Family(
     read_config,
     build=imported("penstock.models.gemma3n:Gemma3n"),
     find_stored=find_stored,
+    find_gguf=find_gguf,
 )

@@ -151,6 +151,11 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
     return find_text(config, name, config.architecture in WITH_TOWERS)
 
 
+def find_gguf(config: ModelConfig, name: str) -> Stored:
+    """See ``Family.find_gguf``."""
+    return find_text(config, name, has_towers=False)
+
+
 def find_text(config: ModelConfig, name: str, has_towers: bool) -> Stored:
     """Location of a module of the language model. Tokens that have no embedding for each layer get that of token 0.
 
@@ -169,4 +174,5 @@ FAMILY = Family(
     read_config,
     build=imported("penstock.models.gemma4:Gemma4"),
     find_stored=find_stored,
+    find_gguf=find_gguf,
 )
