@@ -44,8 +44,6 @@ pytestmark = [pytest.mark.thorough]
 
 PROMPT = random.Random(0).choices(range(2, 3500), k=60)
 SENTENCES = ["A dog runs in the park.", "Ein Café, naïve: 水!", "unbelievable tokenization", "dogs " * 200]
-NOT_GGUF = ("Bloom", "Falcon", "Gemma4", "Mpt")
-"""Families whose GGUF files are not supported."""
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 16, "weight_cache_dir": "none"}
 
 
@@ -76,7 +74,7 @@ def check(file: Path, model: PreTrainedModel, prompt: Sequence[int], tokens: int
 
 
 @pytest.mark.parametrize("kind", ["ALL_F32", "MOSTLY_Q8_0"])
-@pytest.mark.parametrize("family", [each for each in (*FAMILIES, *WITH_EXPERTS) if each not in NOT_GGUF])
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_EXPERTS])
 def test_converted_checkpoint_matches_transformers(
     family: str, kind: str, llama_cpp: Converter, tmp_path: Path
 ) -> None:

@@ -62,7 +62,10 @@ FIXED: dict[str, dict[str, Any]] = {
 
 def config_of(family: str, seed: int) -> PreTrainedConfig:
     """A random configuration of a family that a GGUF file can express."""
-    config = (FAMILIES | WITH_EXPERTS)[family](Random(f"{family} {seed}"))
+    rng, draw = Random(f"{family} {seed}"), (FAMILIES | WITH_EXPERTS)[family]
+    config = draw(rng)
+    while family == "Gemma4" and "head_dim" not in str(config.to_dict()["per_layer_config"]):
+        config = draw(rng)  # the converter needs heads of different sizes
     config.vocab_size = 3584  # size of the demo model's vocabulary
     for name, value in FIXED.get(family, {}).items():
         setattr(config, name, value)
@@ -247,11 +250,6 @@ def checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> P
         config |= {"moe_intermediate_size": [config["intermediate_size"]] * layers, "num_shared_expert": [1] * layers}
     if family == "Bloom":
         config["seq_length"] = 512
-    if family == "Gemma4":  # published checkpoints have two fields instead of per_layer_config
-        layers = config.pop("per_layer_config")
-        full = layers[max(layers)] if layers else {}
-        config["global_head_dim"] = full.get("head_dim", config["head_dim"])
-        config["num_global_key_value_heads"] = full.get("num_key_value_heads", config["num_key_value_heads"])
     if family == "Mpt":  # name in published checkpoints
         config["architectures"] = ["MPTForCausalLM"]
     if family == "DeepseekV3":

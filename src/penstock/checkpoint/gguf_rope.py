@@ -16,6 +16,8 @@ FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
     "rope_factors_short.weight",
 )
 """Tensors with divisors of the rotary frequencies: ``rope_freqs`` of Llama 3.1, and those of LongRoPE."""
+(UNROTATED,) = struct.unpack("<f", struct.pack("<f", 1e30))
+"""Divisor of the frequencies of dimensions that are not rotated (Gemma 4)."""
 TENSORS = frozenset((FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS))
 
 
@@ -41,6 +43,10 @@ def rope_parameters(metadata: Metadata, rotary_dim: int) -> dict[str, Any]:
         if kind != "none":
             raise metadata.unsupported(f"{FREQUENCY_FACTORS} together with RoPE scaling {kind!r}")
         factors = _factors(metadata, FREQUENCY_FACTORS, rotary_dim)
+        rotated = factors.count(1.0)
+        if rotated < len(factors) and factors == [1.0] * rotated + [UNROTATED] * (len(factors) - rotated):
+            share = {"partial_rotary_factor": rotated / len(factors)}
+            return {"rope_theta": theta, "rope_type": "proportional", **share}
         return {"rope_theta": theta, "rope_type": "frequency_factors", "frequency_factors": factors}
     if kind == "longrope":
         raise invalid("model", f"{metadata.file.path} has no tensor {LONG_FACTORS}, which LongRoPE requires")
