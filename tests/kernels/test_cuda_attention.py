@@ -22,9 +22,9 @@ pytest.importorskip("triton")
 
 from penstock.checkpoint.kv_spec import transfer_layouts
 from penstock.core import PenstockError
-from penstock.ops import AttentionMetadata, AttentionOptions, KVSpec, QKNorms, reference
+from penstock.ops import AttentionMetadata, AttentionOptions, KVSpec, QKNorms, cuda, reference
 from penstock.ops.activations import ACTIVATIONS, GATES
-from penstock.ops.cuda import elementwise, kv_cache, streams
+from penstock.ops.cuda import elementwise, kv_cache
 from penstock.ops.cuda.launch import record_launches
 from penstock.ops.reference.kv_cache import quantize
 
@@ -86,11 +86,11 @@ def test_ops_on_residual_streams_match_reference(seed: int) -> None:
     x, whole = randn(rng, rows, size, dtype=dtype), randn(rng, rows, count * size, dtype=dtype)
     for number in (rows, 1):  # weights of each token, or the same for all
         weights = randn(rng, number, count * (count + 2))
-        collapsed = [ops.collapse_streams(whole, weights, count) for ops in (streams, reference)]
+        collapsed = [ops.collapse_streams(whole, weights, count) for ops in (cuda, reference)]
         assert_close(*collapsed)
-        mixed = [ops.mix_streams(x, whole.clone(), weights, count) for ops in (streams, reference)]
+        mixed = [ops.mix_streams(x, whole.clone(), weights, count) for ops in (cuda, reference)]
         assert_close(*mixed)
-    equal = [ops.equalize_streams(whole.clone(), count, 1e-5) for ops in (streams, reference)]
+    equal = [ops.equalize_streams(whole.clone(), count, 1e-5) for ops in (cuda, reference)]
     assert_close(*equal)
 
 

@@ -181,8 +181,6 @@ def rows(whole: bool) -> Calls:
         yield "rotate", lambda x=x: matrix.rotate(x, 64)
         yield "gaussian_topk", lambda gate_up=gate_up: elementwise.gaussian_topk(gate_up, 1.6)
         several, weights = empty(8, 4 * model.hidden), torch.empty(8, 24)
-        yield "collapse_streams", partial(streams.collapse_streams, several, weights, 4)
-        yield "mix_streams", partial(streams.mix_streams, x, several, weights, 4)
         yield "equalize_streams", partial(streams.equalize_streams, several, 4, 1e-5)
         for name in ACTIVATIONS:
             yield name, lambda x=x, name=name: elementwise.activation(x, name)
