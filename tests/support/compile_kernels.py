@@ -180,7 +180,7 @@ def rows(whole: bool) -> Calls:
         yield "scale", lambda x=x: elementwise.scale(x, 2.0, 30.0)
         yield "rotate", lambda x=x: matrix.rotate(x, 64)
         yield "gaussian_topk", lambda gate_up=gate_up: elementwise.gaussian_topk(gate_up, 1.6)
-        several, weights = empty(8, 4 * model.hidden), torch.empty(8, 24)
+        several = empty(8, 4 * model.hidden)
         yield "equalize_streams", partial(streams.equalize_streams, several, 4, 1e-5)
         for name in ACTIVATIONS:
             yield name, lambda x=x, name=name: elementwise.activation(x, name)
