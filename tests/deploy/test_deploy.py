@@ -1,24 +1,21 @@
-"""Container images, compose files, the Helm chart, Kubernetes manifests and GitHub workflows: checked with linters, and
-compared with the options and ports of the server. Tests are skipped if a linter is not installed."""
+"""Container images, compose files, Kubernetes manifests and GitHub workflows: checked with linters, and compared with
+the options and ports of the server. Tests are skipped if a linter is not installed."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
-import jsonschema
 import pytest
 import yaml
+from manifests import CHART, DEPLOY, documents, lint, pods
 from repository import ROOT
 from serving import Servers, free_ports
 
@@ -27,10 +24,8 @@ from penstock.config.settings import settings
 from penstock.ops.cores import usable_cores
 from penstock.version import __version__
 
-DEPLOY = ROOT / "deploy"
 DOCKERFILE = DEPLOY / "docker/Dockerfile"
 COMPOSE = sorted((DEPLOY / "docker").glob("*.yaml"))
-CHART = DEPLOY / "helm/penstock"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 GRAFANA = sorted((DEPLOY / "grafana/provisioning").rglob("*.yml"))
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -38,55 +33,6 @@ PLAIN = [*COMPOSE, *MANIFESTS, *GRAFANA, CHART / "Chart.yaml", CHART / "values.y
 VARIABLES = {setting.variable for setting in settings().values()}
 FLAGS = {setting.flag for setting in settings().values()} | {"--config"}
 PORT = ServerOptions().port
-EVERYTHING: dict[str, Any] = {
-    "prefillDecode": {"enabled": True, "decode": {"replicas": 2}},
-    "autoscaling": {"enabled": True},
-    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
-    "apiKeys": {"values": ["one", "two"]},
-    "huggingFace": {"existingSecret": "hub"},
-    "persistence": {"enabled": True},
-    "models": {"existingClaim": "checkpoints"},
-    "options": {"model": "/models/qwen", "max_num_seqs": 64},
-    "tolerations": [{"key": "gpu", "operator": "Exists"}],
-}
-MANIFEST_VALUES: dict[str, dict[str, Any]] = {
-    "penstock.yaml": {},
-    "prefill-decode.yaml": {
-        "prefillDecode": {"enabled": True},
-        "clusterSecret": {"existingSecret": "penstock-cluster"},
-    },
-}
-"""Chart values by name of the manifest that is rendered with them."""
-
-
-def lint(package: str, command: str, *arguments: str | Path) -> None:
-    """Run a linter; skip the test if it is not installed."""
-    local = Path(sys.executable).with_name(command)
-    found = str(local) if local.exists() else shutil.which(command)
-    if found is None:
-        pytest.skip(f"needs {command} (pip install {package})")
-    result = subprocess.run([found, *map(str, arguments)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-def documents(text: str) -> list[dict[str, Any]]:
-    return [document for document in yaml.safe_load_all(text) if document]
-
-
-def render(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Objects that Helm renders from the chart; the values are validated against its schema."""
-    try:
-        helm = importlib.import_module("helm_python")
-    except ImportError:
-        pytest.skip("needs Helm's engine (pip install helm-python-sdk)")
-    with helm.Chart.load(str(CHART)) as chart:
-        chart.validate_schema(values)
-        files = chart.render(values, name="penstock", namespace="default")
-    return [document for name, text in files.items() if name.endswith(".yaml") for document in documents(text)]
-
-
-def pods(objects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    yield from (each["spec"]["template"]["spec"] for each in objects if each["kind"] == "Deployment")
 
 
 def command_lines() -> Iterator[tuple[str, list[str]]]:
@@ -167,8 +113,6 @@ def test_command_lines_use_existing_options() -> None:
         assert flags <= FLAGS, name
     chart = (CHART / "templates/_pod.tpl").read_text()
     assert set(re.findall(r"^ +- (--[\w-]+)=", chart, re.MULTILINE)) <= FLAGS
-    refused = json.loads((CHART / "values.schema.json").read_text())["properties"]["options"]["propertyNames"]
-    assert set(refused["not"]["enum"]) <= set(settings())
 
 
 def test_environment_variables_exist() -> None:
@@ -228,60 +172,3 @@ def test_grace_periods_exceed_drain_timeout() -> None:
             assert pod["terminationGracePeriodSeconds"] > float(drain) + sleep
     grace = yaml.safe_load((DEPLOY / "docker/common.yaml").read_text())["services"]["server"]["stop_grace_period"]
     assert int(grace.removesuffix("s")) > EngineOptions().drain_timeout
-
-
-def test_chart_values_match_schema() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(yaml.safe_load((CHART / "values.yaml").read_text()), schema)
-    jsonschema.validate(EVERYTHING, schema)
-    for wrong in ({"replica": 2}, {"apiKeys": {"values": ["a,b"]}}, {"options": {"port": 9000}}):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(wrong, schema)
-
-
-def test_autoscaler_metric_exists() -> None:
-    (rule,) = yaml.safe_load((DEPLOY / "prometheus/adapter.yml").read_text())["rules"]["custom"]
-    assert yaml.safe_load((CHART / "values.yaml").read_text())["autoscaling"]["metric"] == rule["name"]["as"]
-    dashboard = (DEPLOY / "grafana/penstock.json").read_text()  # test_dashboards.py checks its metric names
-    assert rule["seriesQuery"].partition("{")[0] in dashboard
-
-
-@pytest.mark.parametrize("name", MANIFEST_VALUES)
-def test_manifests_equal_rendered_chart(name: str) -> None:
-    """Update the manifests with ``helm template penstock deploy/helm/penstock`` and the values of
-    ``MANIFEST_VALUES``."""
-    assert documents((DEPLOY / "kubernetes" / name).read_text()) == render(MANIFEST_VALUES[name])
-
-
-def test_chart_renders_with_all_options() -> None:
-    objects = render(EVERYTHING)
-    kinds = sorted({each["kind"] for each in objects})
-    assert kinds == [
-        *("ConfigMap", "Deployment", "HorizontalPodAutoscaler", "PersistentVolumeClaim"),
-        *("PodDisruptionBudget", "Secret", "Service", "ServiceMonitor"),
-    ]
-    (options,) = [each["data"]["penstock.yaml"] for each in objects if each["kind"] == "ConfigMap"]
-    assert yaml.safe_load(options) == EVERYTHING["options"]
-    rendered = {each["metadata"]["name"] for each in objects if each["kind"] in ("Secret", "ConfigMap")}
-    named = re.findall(r"'(?:secretName|secretKeyRef)': (?:\{'name': )?'([\w-]+)'", str(list(pods(objects))))
-    assert set(named) - {"hub"} <= rendered
-    validate(objects)
-
-
-def test_chart_refuses_too_short_grace_period() -> None:
-    with pytest.raises(Exception, match="terminationGracePeriod must be more than"):
-        render({"drainTimeout": 60})
-
-
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_manifests_match_kubernetes_schemas(path: Path) -> None:
-    validate(documents(path.read_text()))
-
-
-def validate(objects: list[dict[str, Any]]) -> None:
-    """Validate objects strictly against Kubernetes' schemas, except a ServiceMonitor (of the Prometheus operator)."""
-    kubernetes = pytest.importorskip("kubernetes_validate", reason="needs pip install kubernetes-validate")
-    for each in objects:
-        if not each["apiVersion"].startswith("monitoring.coreos.com"):
-            kubernetes.validate(each, "1.32", strict=True)
