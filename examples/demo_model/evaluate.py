@@ -190,8 +190,8 @@ class Penstock:
 
         prompts, params = [], []
         for seed, c in enumerate(conversations):
-            options = {"tools": c.tools, "enable_thinking": c.thinking}
-            prompts.append(self.llm.get_tokenizer().render(c.messages[:-1], **options))
+            options = {"tools": c.tools, "enable_thinking": c.thinking, "add_generation_prompt": True}
+            prompts.append(self.llm.get_tokenizer().apply_chat_template(c.messages[:-1], tokenize=False, **options))
             params.append(
                 SamplingParams(
                     temperature=temperature, top_p=TOP_P, top_k=TOP_K, seed=seed, max_tokens=longest_answer(c)

@@ -261,7 +261,7 @@ def test_yes_no_reranker_scores_pairs(tmp_path: Path) -> None:
     llm = LLM(
         tmp_path, dtype="float32", pooling_task="score", classifier_tokens=tokens, chat_template=template, **OPTIONS
     )
-    no, yes = (llm.get_tokenizer().token_to_id(token) for token in tokens)
+    no, yes = (llm.get_tokenizer().convert_tokens_to_ids(token) for token in tokens)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     for output, document in zip(llm.score(QUERY, WORDS[:4], use_tqdm=False), WORDS, strict=False):
         assert output.prompt_token_ids == llm.get_tokenizer().encode(f"<q>{QUERY}</q><d>{document}</d>")

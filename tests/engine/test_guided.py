@@ -323,7 +323,7 @@ def test_structural_tag_may_be_an_added_token(llm: LLM) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
     tag = {"begin": "<tool_call>", "schema": schema, "end": "</tool_call>"}
     constraint = guided(structural_tag={"structures": [tag], "triggers": ["<tool_call>"]})
-    mark = llm.get_tokenizer().token_to_id("<tool_call>")
+    mark = llm.get_tokenizer().convert_tokens_to_ids("<tool_call>")
     params = sampling(constraint, logit_bias={mark: 100}, max_tokens=60, skip_special_tokens=False)
     text = llm.chat(MESSAGES, params, use_tqdm=False)[0].outputs[0].text
     assert text.startswith("<tool_call>")
@@ -337,7 +337,7 @@ def test_text_before_added_token_ends_a_repetition(llm: LLM) -> None:
     repeated = tag_format("tags_with_separator", separator="\n<b>", at_least_one=True, tags=tags)
     end = tag_format("const_string", value="\n</tool_call>")
     constraint = guided(structural_tag={"format": tag_format("sequence", elements=[repeated, end])})
-    mark = llm.get_tokenizer().token_to_id("</tool_call>")
+    mark = llm.get_tokenizer().convert_tokens_to_ids("</tool_call>")
     params = sampling(constraint, logit_bias={mark: 100}, max_tokens=60, skip_special_tokens=False)
     text = llm.chat(MESSAGES, params, use_tqdm=False)[0].outputs[0].text
     assert re.fullmatch(r"<a></a>(\n<b><a></a>)*\n</tool_call>", text)

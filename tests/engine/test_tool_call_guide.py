@@ -59,7 +59,7 @@ def prompts(llm: LLM, form: ToolCallFormat, count: int, seed: int = 0) -> list[l
 
     tools = {tool.name: tool.parameters or {} for tool in TOOLS}
     answers = [encode_in_pieces(encode, broken_answer(form, tools, rng), rng)[:500] for _ in range(count)]
-    return [prompt_to_copy(answer, tokenizer.token_to_id("<|im_end|>")) for answer in answers]
+    return [prompt_to_copy(answer, tokenizer.convert_tokens_to_ids("<|im_end|>")) for answer in answers]
 
 
 def results(outputs: list[RequestOutput]) -> list[Any]:
@@ -103,7 +103,7 @@ def test_idle_guide_needs_no_bitmask_and_lets_steps_be_scheduled_ahead(model: Pa
     llm = start(model, max_concurrent_batches=2)
     tokenizer = llm.get_tokenizer()
     text = tokenizer.encode("This is a text without any calls. " * 4, add_special_tokens=False)
-    prompt = prompt_to_copy(text, tokenizer.token_to_id("<|im_end|>"))
+    prompt = prompt_to_copy(text, tokenizer.convert_tokens_to_ids("<|im_end|>"))
     ahead = []
     submit = llm.engine._executor.submit
 

@@ -236,7 +236,7 @@ def test_special_token_markers_are_parsed_and_not_in_content(tmp_path: Path) -> 
 def test_multi_token_markers_are_parsed_and_limits_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path, lambda token: token if "think" not in token["content"] else None)
     llm = LLM(num_gpu_blocks_override=200, tokenizer=tokenizer)
-    written = "".join(llm.get_tokenizer().decode_token(i) for i in llm.get_tokenizer().encode("</think>"))
+    written = "".join(llm.get_tokenizer().decode(i) for i in llm.get_tokenizer().encode("</think>"))
     assert written == "</think>" and len(llm.get_tokenizer().encode("</think>")) > 1
     with pytest.raises(PenstockError, match=r"reasoning_max_tokens.*no single token ends it"):
         llm.chat(SUM, SamplingParams(reasoning_max_tokens=5), use_tqdm=False, **THINK)
@@ -244,5 +244,5 @@ def test_multi_token_markers_are_parsed_and_limits_refused(tmp_path: Path) -> No
     forced = SamplingParams(temperature=0, max_tokens=100, guided_decoding=GuidedDecodingParams(choice=[text]))
     output = llm.chat(SUM, forced, use_tqdm=False, **THINK)[0].outputs[0]
     assert (output.message.reasoning_content, output.message.content) == ("x", "y")
-    tokens = [llm.get_tokenizer().decode_token(token) for token in output.token_ids]
+    tokens = [llm.get_tokenizer().decode(token) for token in output.token_ids]
     assert "".join(tokens[: output.reasoning_tokens]).rstrip("\n") == "<think>\nx\n</think>"

@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import Any
 
 from penstock.config.secrets import mask
-from penstock.config.settings import did_you_mean
 from penstock.core import PenstockError
 from penstock.core.machine_errors import start_failure
+from penstock.core.spelling import did_you_mean
 
 from .parser import Parser
 from .screen import replace_unprintable

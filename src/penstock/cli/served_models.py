@@ -11,10 +11,11 @@ import msgspec
 from penstock.checkpoint.engine_config import engine_defaults
 from penstock.config.options import Configuration
 from penstock.config.secrets import public_url
-from penstock.config.settings import did_you_mean, settings
+from penstock.config.settings import settings
 from penstock.config.sources import convert_setting
 from penstock.core.errors import invalid
 from penstock.core.lora import parse_lora_modules
+from penstock.core.spelling import did_you_mean
 from penstock.serve.models.messages import DEFAULT_NAME, ModelEntry
 
 DEMO = "penstock-demo"

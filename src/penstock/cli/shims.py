@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.config.settings import did_you_mean
 from penstock.core.errors import invalid
+from penstock.core.spelling import did_you_mean
 
 MARK = "written by `penstock shims`"
 """Text in all shims, by which ``penstock shims`` recognizes them."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -67,15 +66,6 @@ def settings() -> dict[str, Setting]:
             assert setting.name not in result, f"two options are called {setting.name}"
             result[setting.name] = setting
     return result
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Hint "; did you mean …?" with the only known name that starts with ``name``, or else the most similar one. Empty
-    if no name is close; one or two characters (``-m``) are similar to nothing."""
-    names = list(known)
-    longer = [one for one in names if name and one.startswith(name)]
-    near = longer if len(longer) == 1 else difflib.get_close_matches(name, names if len(name) > 2 else [], 1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def settings_of(schema: type[msgspec.Struct], section: str = "") -> Iterator[Setting]:

@@ -17,8 +17,9 @@ import msgspec
 
 from penstock.config.options import Configuration
 from penstock.config.profiles import Profile, Settings, flag, translate, translate_variables
-from penstock.config.settings import Setting, did_you_mean, settings
+from penstock.config.settings import Setting, settings
 from penstock.core.errors import PenstockError, invalid
+from penstock.core.spelling import did_you_mean
 
 logger = logging.getLogger(__name__)
 

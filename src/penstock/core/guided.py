@@ -9,6 +9,7 @@ import msgspec
 
 from .errors import Code, PenstockError, invalid
 from .json_schema import drop_annotations
+from .named_parameters import NamedParameters
 
 MAX_CHARACTERS = 65_536
 """Maximum characters of a schema, regular expression or grammar."""
@@ -38,7 +39,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     """End-of-sequence token ids, at least one."""
 
 
-class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=NamedParameters):
     """A constraint on the whole output.
 
     Raises ``PenstockError`` (``invalid``) unless exactly one constraint is given, of the right type. Most unsupported
@@ -77,26 +78,34 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
         given = self._given
         if len(given) != 1:
             names = " and ".join(given) or "none"
-            raise invalid("guided_decoding", f"set exactly one of {', '.join(CONSTRAINTS)}; given: {names}")
+            raise invalid(
+                self.source_field or "guided_decoding", f"set exactly one of {', '.join(CONSTRAINTS)}; given: {names}"
+            )
         if isinstance(self.choice, list):
             msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
+        if isinstance(self.choice, str):
+            raise invalid(self._name("choice"), f"must be a list of strings, is the string {self.choice!r:.50}")
         if self.choice is not None and (not self.choice or not all(isinstance(c, str) and c for c in self.choice)):
-            raise invalid("guided_choice", f"must be one or more non-empty strings, is {list(self.choice)!r:.100}")
+            raise invalid(self._name("choice"), f"must be one or more non-empty strings, is {list(self.choice)!r:.100}")
         if (count := len(self.choice or ())) > MAX_CHOICES:
-            raise invalid("guided_choice", f"must have at most {MAX_CHOICES} entries, has {count}", MAX_CHOICES)
+            raise invalid(self._name("choice"), f"must have at most {MAX_CHOICES} entries, has {count}", MAX_CHOICES)
         for name in ("regex", "grammar", "whitespace_pattern"):
             if (value := getattr(self, name)) is not None and not isinstance(value, str):
-                raise invalid(f"guided_{name}", f"must be a string, is {type(value).__name__}")
+                raise invalid(self._name(name), f"must be a string, is {type(value).__name__}")
         try:
             msgspec.json.encode([self.regex, self.grammar, self.whitespace_pattern, self.choice])
         except UnicodeEncodeError as error:
             raise invalid(self.field, f"is not valid text: {error}") from error
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
-            raise invalid("guided_whitespace_pattern", "cannot be combined with disable_any_whitespace")
+            raise invalid(self._name("whitespace_pattern"), "cannot be combined with disable_any_whitespace")
         if (self.disable_any_whitespace or self.whitespace_pattern is not None) and given[0] not in JSON_CONSTRAINTS:
-            raise invalid("guided_whitespace_pattern", f"requires a JSON constraint, not {given[0]}")
+            raise invalid(self._name("whitespace_pattern"), f"requires a JSON constraint, not {given[0]}")
         if (length := self.characters) > limit:
             raise invalid(self.field, f"must have at most {limit} characters, has {length}", limit)
+
+    def _name(self, option: str) -> str:
+        """Name of an option in error messages."""
+        return f"{self.source_field}.{option}" if self.source_field else f"guided_{option}"
 
     @property
     def field(self) -> str:

@@ -7,11 +7,12 @@ from typing import Literal
 import msgspec
 
 from .errors import invalid
+from .named_parameters import NamedParameters
 
 PoolingType = Literal["last", "cls", "mean", "all"]
 
 
-class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=NamedParameters):
     """Pooling of a prompt's hidden states (after the last norm). None selects the checkpoint's value.
 
     Raises ``PenstockError`` (``invalid``) if a value is out of range.

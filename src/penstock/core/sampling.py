@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
-
 import msgspec
 
 from .errors import invalid
-from .guided import GuidedDecodingParams
-from .tool_calls import ToolCallParams
+from .sampling_fields import SamplingFields
 
 MAX_LOGPROBS = 20
 """Maximum of ``logprobs`` and ``prompt_logprobs``."""
@@ -44,59 +41,18 @@ MAX_CHARACTERS = {"stop": 4096, "bad_words": 16_384}
 """Maximum total number of characters of a field's entries."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(SamplingFields, frozen=True, kw_only=True, omit_defaults=True):  # type: ignore[misc]
     """Parameters of sampling, and conditions that end a sequence.
 
     Raises ``PenstockError`` (``invalid``) if a value is out of range. The frontend handles text: it matches ``stop`` in
     the output, and converts ``bad_words`` to ``bad_word_ids`` for the engine.
     """
 
-    n: int = 1
-    """Number of sequences to return, 1 to 128."""
-    best_of: int | None = None
-    """Number of sequences to generate, ``n`` to 128; the ``n`` most likely are returned. None: ``n``."""
-    use_beam_search: bool = False
-    """Beam search with ``best_of`` beams, as in transformers. Greedy only."""
-    length_penalty: float = 1.0
-    """Exponent of the length by which a beam's log probability is divided, [-10, 10]; above 0 favours longer beams."""
-    early_stopping: bool | Literal["never"] = False
-    """End of a beam search. True: as soon as ``best_of`` sequences are complete; False: once the best beam is unlikely
-    to beat them; ``never``: once no beam can beat them."""
-    temperature: float = 1.0
-    """Sampling temperature; 0: greedy."""
-    top_k: int = 0
-    """Number of most likely tokens to sample from; 0 or -1: all."""
-    top_p: float = 1.0
-    """Total probability of the smallest set of most likely tokens to sample from, (0, 1]."""
-    min_p: float = 0.0
-    """Minimum probability of a token relative to the most likely one, [0, 1]."""
-    repetition_penalty: float = 1.0
-    """Factor that divides positive and multiplies negative logits of tokens in the prompt or output; above 0."""
-    presence_penalty: float = 0.0
-    """Value subtracted from the logit of each token that occurs in the output, [-2, 2]."""
-    frequency_penalty: float = 0.0
-    """Value subtracted from a token's logit for each occurrence in the output, [-2, 2]."""
-    seed: int | None = None
-    """Seed for reproducible sampling; None or -1: random."""
-
-    max_tokens: int | None = 16
-    """Maximum number of tokens to generate; None: limited by the context only."""
-    min_tokens: int = 0
-    """Number of tokens to generate before a stop token or stop string may end the sequence."""
-    reasoning_max_tokens: int | None = None
-    """Maximum number of reasoning tokens of a chat, after which the end of the reasoning is forced. None: no limit."""
-    response_max_tokens: int | None = None
-    """Maximum number of tokens of a chat's answer after the reasoning; None: no limit."""
-    ignore_eos: bool = False
-    """Continue after the model's end-of-sequence tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end a sequence."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a sequence."""
-    include_stop_str_in_output: bool = False
-    """Include the stop string in the output."""
-
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     """Values added to logits, by token id, [-100, 100]."""
     bad_words: tuple[str, ...] = ()
     """Strings that are not generated."""
@@ -104,33 +60,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Token sequences that are not generated."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Tokens that may be generated; None: all."""
-    guided_decoding: GuidedDecodingParams | None = None
-    """Constraint on the output."""
-    tool_calls: ToolCallParams | None = None
-    """Constraint on the tool calls in the output, which may also be text."""
-
-    logprobs: int | None = None
-    """Number of most likely alternatives to return with the logprob of each generated token; None: no logprobs."""
-    prompt_logprobs: int | None = None
-    """Number of most likely alternatives to return with the logprob of each prompt token; None: no logprobs."""
-    temp_scaled_logprobs: bool = False
-    """Compute the logprobs of generated tokens at the request's temperature."""
-    top_p_normalized_logprobs: bool = False
-    """Normalize the logprobs of generated tokens over the tokens kept by ``top_p``."""
-
-    return_context_logits: bool = False
-    """Return the model's logits after each prompt token."""
-    return_generation_logits: bool = False
-    """Return the model's logits of each generated token, before penalties, masks and temperature."""
-    return_perf_metrics: bool = False
-    """Return the time of each sequence's first step, and its numbers of KV blocks and draft tokens."""
-
-    detokenize: bool = True
-    """Return text; False: token ids only."""
-    skip_special_tokens: bool = True
-    """Omit special tokens from the text."""
-    spaces_between_special_tokens: bool = True
-    """Accepted for compatibility with vLLM; must be True."""
 
     def __post_init__(self) -> None:
         for field in ("stop", "bad_words", "stop_token_ids", "bad_word_ids", "allowed_token_ids"):
@@ -238,10 +167,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def banned_token_ids(self) -> set[int]:
         """Tokens that are never sampled: entries of ``bad_word_ids`` with a single token."""
         return {word[0] for word in self.bad_word_ids if len(word) == 1}
-
-    def replace(self, **changes: object) -> Self:
-        """Return a validated copy with ``changes``."""
-        return msgspec.structs.replace(self, **changes)
 
 
 def between(field: str, value: float, low: float, high: float | None) -> None:

@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from penstock.config.options import LogLevel, LogOptions
-from penstock.core import Code, Failure, LoRARequest, PoolingParams, SamplingParams
+from penstock import core
+from penstock.core import LoRARequest, PoolingParams
 from penstock.core.errors import invalid
-from penstock.engine.modes import PauseMode, ReloadMode
-from penstock.engine.service.actions import EngineState, PauseGeneration, ResumeGeneration, Sleep, WakeUp
-from penstock.engine.service.control import (
-    READY_TIMEOUT,
-    ModelAction,
-    ModelControl,
-    RestartEngines,
-    UpdateWeights,
-    starts_engines,
+
+from .arguments import (
+    AnySamplingParams,
+    as_conversations,
+    as_tools,
+    checked_call,
+    described,
+    loras_of,
+    poolings_of,
+    refuse,
+    sampling_of,
 )
-from penstock.engine.service.engine_processes import EngineProcesses
-from penstock.engine.service.messages import Ready
-from penstock.engine.service.pool import ResumePolicy
-
 from .fastdeploy_outputs import FastDeployOutput
-from .gateway import Gateway
-from .input_processor import NO_GENERATION, InputProcessor
-from .options import read_options
-from .outputs import EmbeddingRequestOutput, RequestOutput
-from .prompts import Messages, Prompt
+from .input_processor import NO_GENERATION
+from .llm import AS_NEEDED, NO_TOKENIZER_OPTIONS
+from .managed_async_llm import ManagedAsyncLLM
+from .output_kinds import Deltas
+from .outputs import EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput
+from .pooling_config import PoolingTask
+from .prompts import Messages, Prompt, TokenizedPrompt, salt_of
+from .sampling_params import RequestOutputKind, SamplingParams
 
-ENGINE_GONE = Failure(Code.UNAVAILABLE, "the engine has crashed too often and is not restarted")
 
-
-class AsyncLLM:
+class AsyncLLM(ManagedAsyncLLM):
     """A model with an engine process, for asynchronous generation.
 
     Examples:
@@ -45,208 +42,197 @@ class AsyncLLM:
         ...     async for output in llm.generate("Once upon a time"):
         ...         print(output.outputs[0].text)
 
-    Takes the arguments of ``LLM``. The engine starts when the context is entered. If it crashes, it is restarted, and
-    open requests continue (option ``resume``). The engine logs messages of at least ``log_level`` to standard error.
+    Takes the arguments of ``LLM``. The engine starts when the context is entered, or on first use. If it crashes, it is
+    restarted, and open requests continue (option ``resume``). The engine logs messages of at least ``log_level`` to
+    standard error.
     """
 
-    def __init__(
-        self, model: str | Path = "", *, compat: str = "", log_level: LogLevel = "info", **options: Any
-    ) -> None:
-        self._logs = LogOptions(log_level=log_level)
-        model_options, self.options = read_options(model, compat, options)
-        self._fastdeploy = compat == "fastdeploy"
-        max_output_len = self.options.max_output_len
-        self._input_processor = InputProcessor(self.options.model, model_options, max_output_len, check_types=True)
-        self._process: EngineProcesses | None = None
-        self._gateway: Gateway | None = None
-
-    async def __aenter__(self) -> Self:
-        """Start the engine. Raises ``PenstockError`` if it cannot start."""
-        self._process = EngineProcesses(self.options, self._logs)
-        self.ready: Ready = await self._process.start()
-        self._watch = asyncio.create_task(self._process.watch())
-        self._gateway = Gateway(
-            self._process.addresses,
-            self._input_processor,
-            self.options.data_parallel_request_cost,
-            resume=ResumePolicy.of(self.options),
-        )
-        self._control = ModelControl(self._process, self._use_new_engines)
-        self._watch.add_done_callback(self._on_watch_end)
-        try:
-            await self._gateway.engine_pool.ready()
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> int:
-        """Finish open requests, stop the engine and return its exit status."""
-        assert self._process is not None
-        status = await self._process.close()
-        await self._watch
-        await self._control.close()
-        await self.gateway.close()
-        return status
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The default sampling parameters, from ``generation_config.json``."""
-        return self._input_processor.default_sampling
-
-    @property
-    def gateway(self) -> Gateway:
-        if self._gateway is None:
-            raise invalid("engine", "is not started: use AsyncLLM as a context manager (async with AsyncLLM(…) as llm)")
-        return self._gateway
-
-    async def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
-        """Load a LoRA adapter while requests are served; see ``LLM.load_lora_adapter``."""
-        await self.gateway.engine_pool.load_adapter(lora_name, str(lora_path))
-
-    async def unload_lora_adapter(self, lora_name: str) -> None:
-        """Unload a LoRA adapter; running requests that use it continue. See ``LLM.unload_lora_adapter``."""
-        await self.gateway.engine_pool.unload_adapter(lora_name)
-
-    async def update_weights(self, path: str | Path = "", running: ReloadMode = "finish") -> str:
-        """Replace the model's weights while requests are served. On an error the old weights stay in use.
-
-        Args:
-            path: folder of a checkpoint of the same model; empty: reload the current checkpoint.
-            running: how running requests are handled. ``finish``: they finish with the old weights, and new requests
-                wait. ``recompute``: their KV cache is recomputed with the new weights, and they continue after the
-                tokens generated so far. ``restart``: a new engine process loads the new weights (see ``restart``), and
-                the old one finishes its requests within ``drain_timeout``.
-
-        Returns:
-            The version of the new weights, as in ``RequestOutput.weights_version``.
-
-        Raises ``PenstockError`` as ``LLM.update_weights``.
-        """
-        folder = str(Path(path).absolute()) if path else ""
-        state = await self._execute(UpdateWeights(folder, running))
-        return state.weights_version
-
-    async def restart(self) -> None:
-        """Replace each engine process by a new one. Running requests continue in the new one with the same output. It
-        starts next to the old one if memory allows, otherwise after it.
-
-        Raises ``PenstockError`` if the new process cannot start, or while the engine is paused or sleeps.
-        """
-        await self._execute(RestartEngines())
-
-    async def _use_new_engines(self) -> None:
-        assert self._process is not None
-        self.gateway.engine_pool.set_engines(self._process.addresses)
-        await self.gateway.engine_pool.connected()
-
-    async def pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """Pause the engine until ``resume_generation``; new requests wait.
-
-        Args:
-            mode: how open requests are handled. ``abort``: they fail. ``wait``: running requests finish first.
-                ``keep``: they continue after the pause.
-            clear_cache: empty the prefix cache, except with mode ``keep``.
-        """
-        await self._execute(PauseGeneration(mode, clear_cache))
-
-    async def resume_generation(self) -> None:
-        """Resume after ``pause_generation``."""
-        await self._execute(ResumeGeneration())
-
-    async def is_paused(self) -> bool:
-        """True after ``pause_generation`` or ``sleep``."""
-        return any(state.is_paused for state in self.gateway.engine_pool.states)
-
-    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Free the KV cache, and with level 2 the weights (see ``LLM.sleep``); new requests fail until ``wake_up``.
-
-        Args:
-            mode: how open requests are handled, as for ``pause_generation``.
-        """
-        await self._execute(Sleep(level, mode))
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Reload the weights and KV cache that ``sleep`` has freed; see ``LLM.wake_up``."""
-        await self._execute(WakeUp(None if tags is None else tuple(tags)))
-
-    async def is_sleeping(self) -> bool:
-        """True if KV cache or weights are freed."""
-        return any(state.asleep for state in self.gateway.engine_pool.states)
-
-    async def _execute(self, operation: ModelAction) -> EngineState:
-        state = await self._control.execute(operation)
-        if starts_engines(operation):
-            with suppress(TimeoutError):  # an engine has died again
-                await self.gateway.engine_pool.connected(READY_TIMEOUT)
-        await self.gateway.engine_pool.synchronize()
-        return state
-
-    async def generate(
+    @checked_call
+    def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: AnySamplingParams | None = None,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate from a prompt; yields an output after each step. The outputs are cumulative, unless
+        ``sampling_params.output_kind`` selects others.
+
+        Args:
+            request_id: ``request_id`` of the outputs, for ``abort``; None: a number.
+            lora_request: LoRA adapter; loaded from its folder if it is not loaded yet.
+            priority: for ``scheduling_policy`` ``priority``.
+            timeout: seconds until the request fails; None: no limit.
+            cache_salt: cached prefixes are shared only among requests with the same salt; empty: that of the prompt.
+            tokenization_kwargs: refused if not empty.
+
+        Raises ``PenstockError`` if the request is invalid, or the engine cannot start.
+        """
+        refuse(tokenization_kwargs=(tokenization_kwargs, NO_TOKENIZER_OPTIONS))
+        options = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt or salt_of(prompt)}
+        return self._stream(prompt, sampling_params, request_id, lora_request, **options)
+
+    def _stream(
+        self,
+        prompt: Prompt,
+        sampling_params: AnySamplingParams | None,
         request_id: str | None = None,
         lora_request: LoRARequest | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate from a prompt; yields the cumulative output after each step.
+        """Check the arguments of a request, and run it; ``options`` are arguments of ``Gateway.generate``."""
+        if not isinstance(request_id, str | None):
+            raise invalid("request_id", f"must be a string, is {described(request_id)}")
+        if not isinstance(prompt, str | Mapping | Sequence | TokenizedPrompt):
+            raise invalid("prompt", f"must be text, token ids, or a dict, is {described(prompt)}")
+        (adapter,) = loras_of(lora_request, 1)
+        kind = RequestOutputKind.CUMULATIVE
+        if isinstance(sampling_params, SamplingParams):
+            kind = sampling_params.output_kind
+        outputs = self._outputs(prompt, sampling_of(sampling_params), request_id, adapter, **options)
+        return _of_kind(outputs, kind)
 
-        Args:
-            lora_request: LoRA adapter; loaded from its folder if it is not loaded yet.
-            options: other arguments of ``Gateway.generate``.
-        """
+    async def _outputs(
+        self,
+        prompt: Prompt,
+        sampling: core.SamplingParams | None,
+        request_id: str | None,
+        lora_request: LoRARequest | None,
+        **options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
         adapter = lora_request.lora_name if lora_request else ""
         if lora_request and lora_request.lora_path:
             await self.load_lora_adapter(adapter, lora_request.lora_path)
-        arrived = time.monotonic()
-        tokenized = await self.gateway.tokenize(prompt, options.get("timeout"))
-        stream = self.gateway.generate(
-            tokenized, sampling_params, request_id, **{"adapter": adapter, "arrived": arrived, **options}
-        )
-        async with aclosing(stream) as outputs:
+        arrived, gateway = time.monotonic(), await self.started()
+        tokenized = await gateway.tokenize(prompt, options.get("timeout"))
+        options = {"adapter": adapter, "arrived": arrived, **options}
+        async with aclosing(gateway.generate(tokenized, sampling, request_id, **options)) as outputs:
             async for output in outputs:
+                output.lora_request = lora_request
                 yield FastDeployOutput.of(output) if self._fastdeploy else output
 
+    @checked_call
     async def embed(
-        self, prompt: Prompt, pooling_params: PoolingParams | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
+        *,
+        timeout: float | None = None,
     ) -> EmbeddingRequestOutput:
         """Embed a prompt.
 
         Args:
             pooling_params: pooling parameters; None: the checkpoint's defaults.
-            options: arguments of ``generate``.
+            request_id, lora_request, timeout: as for ``generate``.
 
         Raises ``PenstockError`` if the request is invalid or fails.
         """
-        pooling = self._input_processor.pooler.embedding_params(pooling_params)
-        async with aclosing(self.generate(prompt, NO_GENERATION, pooling=pooling, **options)) as outputs:
+        (params,) = poolings_of(pooling_params, 1)
+        pooling = self._input_processor.pooler.embedding_params(params)
+        return EmbeddingRequestOutput.of(await self._pooled(prompt, pooling, request_id, lora_request, timeout))
+
+    @checked_call
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Pool a prompt to a vector, or to one vector per token; yields one output.
+
+        Args:
+            pooling_task: as for ``LLM.encode``.
+            request_id, lora_request, timeout: as for ``generate``.
+
+        Raises ``PenstockError`` if the request is invalid or fails.
+        """
+        (params,) = poolings_of(pooling_params, 1)
+        pooling = self._input_processor.pooler.params(pooling_task, params)
+        output = await self._pooled(prompt, pooling, request_id, lora_request, timeout)
+        yield PoolingRequestOutput.of(output, pooling.pooling_type == "all")
+
+    async def _pooled(
+        self,
+        prompt: Prompt,
+        pooling: PoolingParams,
+        request_id: str | None,
+        lora_request: LoRARequest | None,
+        timeout: float | None,
+    ) -> RequestOutput:
+        stream = self._stream(prompt, NO_GENERATION, request_id, lora_request, pooling=pooling, timeout=timeout)
+        async with aclosing(stream) as outputs:
             async for output in outputs:
                 last = output
-        return EmbeddingRequestOutput.of(last)
+        return last
 
+    @checked_call
     async def chat(
         self,
         messages: Messages,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: AnySamplingParams | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
+        *,
+        chat_template: str | Path | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        priority: int = 0,
+        timeout: float | None = None,
+        chat_template_content_format: str = "auto",
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate the answer to a chat; ``options`` are arguments of ``generate``."""
-        size = sum(len(str(message.get("content"))) for message in messages)
-        variables = {"tools": tools, **(chat_template_kwargs or {})}
-        prompt = await self.gateway.chat_prompt(messages, size, variables, allow_tool_calls=bool(tools))
+        """Generate the answer to a chat; arguments as for ``LLM.chat`` and ``generate``."""
+        content_format = None if chat_template_content_format == "auto" else chat_template_content_format
+        refuse(chat_template_content_format=(content_format, AS_NEEDED))
+        if len(chats := as_conversations(messages)) > 1 or chats[0] is not messages:
+            raise invalid("messages", "has several chats: call chat for each")
+        tools, inputs = as_tools(tools), self._input_processor
+        template, sampling = inputs.chat_template(chat_template), sampling_of(sampling_params)
         if tools:
-            sampling_params = self._input_processor.constrain_tool_calls(sampling_params, tools)
-        async with aclosing(self.generate(prompt, sampling_params, **options)) as outputs:
+            sampling = inputs.constrain_tool_calls(sampling, tools, template)
+        size = sum(len(str(message.get("content"))) for message in messages)
+        variables = {
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **(chat_template_kwargs or {}),
+        }
+        prompt = await (await self.started()).chat_prompt(
+            messages,
+            size,
+            variables,
+            allow_tool_calls=bool(tools),
+            template=template,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        kind = sampling_params.output_kind if isinstance(sampling_params, SamplingParams) else None
+        stream = self._stream(prompt, sampling, request_id, lora_request, priority=priority, timeout=timeout)
+        async with aclosing(_of_kind(stream, kind or RequestOutputKind.CUMULATIVE)) as outputs:
             async for output in outputs:
                 yield output
 
-    def _on_watch_end(self, watch: asyncio.Task[None]) -> None:
-        if not self._process or not self._process.closing:
-            self.gateway.engine_pool.stop_serving(ENGINE_GONE)
+
+async def _of_kind(
+    stream: AsyncGenerator[RequestOutput, None], kind: RequestOutputKind
+) -> AsyncGenerator[RequestOutput, None]:
+    """Convert cumulative outputs to those of ``kind``."""
+    deltas = Deltas()
+    async with aclosing(stream) as outputs:
+        async for output in outputs:
+            if kind is RequestOutputKind.DELTA:
+                yield deltas.next(output)
+            elif kind is RequestOutputKind.CUMULATIVE or output.finished:
+                yield output

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock import core
 from penstock.core import Code, PenstockError
 
-from . import llm
+from . import llm, sampling_params
+from .arguments import AnySamplingParams
 from .fastdeploy_outputs import FastDeployOutput
 from .outputs import RequestOutput
 from .prompts import Messages, Prompt
@@ -17,7 +17,7 @@ from .prompts import Messages, Prompt
 __all__ = ["LLM", "FastDeployOutput", "SamplingParams"]
 
 
-def SamplingParams(**options: Any) -> core.SamplingParams:
+def SamplingParams(**options: Any) -> sampling_params.SamplingParams:
     """Sampling parameters with FastDeploy's names and defaults: an answer has at least one token and may fill the
     context."""
     given = {name: value for name, value in options.items() if value is not None}
@@ -27,7 +27,7 @@ def SamplingParams(**options: Any) -> core.SamplingParams:
         del given["top_p"]
         given["temperature"] = 0
     minimum = {} if given.get("guided_decoding") else {"min_tokens": 1}
-    return core.SamplingParams(**{"max_tokens": None, **minimum, **given})
+    return sampling_params.SamplingParams(**{"max_tokens": None, **minimum, **given})
 
 
 class LLM(llm.LLM):
@@ -39,7 +39,7 @@ class LLM(llm.LLM):
     def generate(  # type: ignore[override]
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: core.SamplingParams | Sequence[core.SamplingParams] | None = None,
+        sampling_params: AnySamplingParams | Sequence[AnySamplingParams] | None = None,
         use_tqdm: bool = True,
         stream: bool = False,
         **options: Any,
@@ -53,7 +53,7 @@ class LLM(llm.LLM):
     def chat(  # type: ignore[override]
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: core.SamplingParams | Sequence[core.SamplingParams] | None = None,
+        sampling_params: AnySamplingParams | Sequence[AnySamplingParams] | None = None,
         use_tqdm: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
@@ -61,10 +61,14 @@ class LLM(llm.LLM):
         stream: bool = False,
     ) -> list[RequestOutput]:
         _check_not_streaming(stream)
-        if chat_template is not None:
-            message = "chat_template: is not supported per call; pass it to LLM(…) for all chats"
-            raise PenstockError(Code.UNSUPPORTED, message, "chat_template")
-        return super().chat(messages, sampling_params, use_tqdm, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        return super().chat(
+            messages,
+            sampling_params,
+            use_tqdm,
+            tools=tools,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
 
 def _check_not_streaming(stream: bool) -> None:

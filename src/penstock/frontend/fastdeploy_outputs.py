@@ -83,7 +83,7 @@ class FastDeployOutput(RequestOutput):
         return cls(**given | {"outputs": SequenceOutputs(output.outputs)})
 
     @property
-    def metrics(self) -> RequestMetrics:
+    def metrics(self) -> RequestMetrics:  # type: ignore[override]
         times, offset = self.times, time.time() - time.monotonic()
         begun = times.arrived + times.queued
         first = None if times.first_token is None else times.first_token - begun

@@ -33,7 +33,7 @@ from .multimodal.prompt_media import PromptMedia
 from .multimodal.python import python_sources
 from .output_processor import OutputProcessor
 from .pooling_config import PoolerConfig, read_pooler
-from .prompts import Messages, Prompt, TokenizedPrompt
+from .prompts import Messages, Prompt, TokenizedPrompt, check_keys
 from .tool_calls import ToolFunction, ToolStrictness, constrain_tool_calls, with_constrained_calls
 
 if TYPE_CHECKING:  # the module imports NumPy
@@ -119,21 +119,32 @@ class InputProcessor:
         """Constraint on the model's tool calls (server option ``tool_strictness``)."""
         return self._options.tool_strictness
 
+    def chat_template(self, given: str | Path | None) -> str | None:
+        """Text of a chat template of a call: its text, the path of a file, or a name of the checkpoint; None: None.
+
+        Raises ``PenstockError`` (``invalid``) if it does not exist.
+        """
+        if not isinstance(given, str | Path | None):
+            raise invalid("chat_template", f"must be a template's text or path, is {type(given).__name__}")
+        return _template(None if given is None else str(given), Path(self._options.tokenizer or self._folder))
+
     def constrain_tool_calls(
-        self, sampling: SamplingParams | None, tools: Sequence[Mapping[str, Any]]
+        self, sampling: SamplingParams | None, tools: Sequence[Mapping[str, Any]], template: str | None = None
     ) -> SamplingParams:
         """Constrain the tool calls of a chat of the Python interface (option ``tool_strictness``).
 
         Args:
             tools: tools in OpenAI's format; tools in another form, which only the chat template reads, are not
                 constrained.
+            template: chat template of the call; None: the model's template.
         """
         sampling = sampling or self.default_sampling
         try:
             functions = msgspec.convert([tool["function"] for tool in tools], list[ToolFunction])
         except (msgspec.ValidationError, KeyError, TypeError):
             return sampling
-        return constrain_tool_calls(sampling, functions, self.chats.response_formats(), self.tool_strictness).sampling
+        formats = self.chats.response_formats(template)
+        return constrain_tool_calls(sampling, functions, formats, self.tool_strictness).sampling
 
     def check_chats(self) -> None:
         """Raise ``PenstockError`` (``unsupported``) if the model does not support chats."""
@@ -201,15 +212,15 @@ class InputProcessor:
         if isinstance(prompt, TokenizedPrompt):
             return prompt.text, prompt.token_ids
         if isinstance(prompt, Mapping):
+            check_keys(prompt)
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         else:
             text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
         if token_ids is None and isinstance(text, str):
             token_ids = self.tokenizer.encode(text, add_special_tokens)
-        if not isinstance(token_ids, Sequence):
-            kind = type(prompt).__name__
-            message = f"must be text, token ids, or a mapping with prompt or prompt_token_ids, is a {kind}"
-            raise invalid("prompt", message)
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
+            message = "must be text, a list of token ids, or a dict with prompt or prompt_token_ids"
+            raise invalid("prompt", f"{message}, is {type(prompt).__name__} {prompt!r:.60}")
         return text, list(token_ids)
 
     def create_output_processor(

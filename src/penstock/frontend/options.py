@@ -15,9 +15,10 @@ from penstock.checkpoint.engine_config import engine_defaults
 from penstock.config.options import EngineOptions, ModelOptions
 from penstock.config.profiles import flag, load, translate
 from penstock.config.profiles.vllm import DEFAULT_PROFILE
-from penstock.config.settings import did_you_mean, settings
+from penstock.config.settings import settings
 from penstock.config.sources import convert_setting
 from penstock.core.errors import invalid
+from penstock.core.spelling import did_you_mean
 
 from .hub import resolve_draft, resolve_source
 

@@ -11,7 +11,7 @@ from operator import mul
 
 import msgspec
 
-from penstock.core import Failure, PenstockError, PerfMetrics
+from penstock.core import Failure, LoRARequest, PenstockError, PerfMetrics
 from penstock.text import Message
 
 
@@ -70,6 +70,31 @@ class RequestTimes:
     """Duration of detokenization; traced requests only."""
 
 
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of a request under vLLM's names, in seconds. Names with ``_ts`` are on the monotonic clock, names with
+    ``_time`` (except ``time_in_queue``) are Unix timestamps. None: not reached yet."""
+
+    arrival_time: float
+    queued_ts: float
+    """Arrival."""
+    scheduled_ts: float
+    """First step."""
+    first_token_ts: float | None
+    last_token_ts: float | None
+    first_token_latency: float | None
+    """Duration from arrival to the first token."""
+    num_generation_tokens: int
+    """Number of generated tokens of all sequences."""
+    time_in_queue: float
+    """Duration from arrival to the first step."""
+    first_scheduled_time: float
+    first_token_time: float | None
+    last_token_time: float | None
+    finished_time: float | None
+    """``last_token_time`` of a finished request."""
+
+
 @dataclass(slots=True)
 class Resume:
     """A request that lost its engine, and continues on another one."""
@@ -112,6 +137,29 @@ class RequestOutput:
     """``TokenDelta.lowered_tools``."""
     resumes: list[Resume] = field(default_factory=list)
     """Losses of the request's engine so far."""
+    lora_request: LoRARequest | None = None
+    """LoRA adapter of the request; None: the base model."""
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Times of the request, under vLLM's names."""
+        times, offset = self.times, time.time() - time.monotonic()
+        first, last = times.first_token, times.last_token
+        last_time = None if last is None else last + offset
+        return RequestMetrics(
+            arrival_time=times.arrived + offset,
+            queued_ts=times.arrived,
+            scheduled_ts=times.arrived + times.queued,
+            first_token_ts=first,
+            last_token_ts=last,
+            first_token_latency=None if first is None else first - times.arrived,
+            num_generation_tokens=sum(len(output.token_ids) for output in self.outputs),
+            time_in_queue=times.queued,
+            first_scheduled_time=times.arrived + times.queued + offset,
+            first_token_time=None if first is None else first + offset,
+            last_token_time=last_time,
+            finished_time=last_time if self.finished else None,
+        )
 
     @property
     def is_waiting(self) -> bool:
@@ -131,6 +179,28 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return all(output.finished for output in self.outputs)
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One result of a beam search."""
+
+    tokens: list[int]
+    """Token ids of the prompt and the output."""
+    text: str
+    """Text of ``tokens``."""
+    cum_logprob: float
+    """Log probability (natural logarithm) of the output."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: LoRARequest | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """Results of a beam search, the best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeVar, cast
 
 import msgspec
 
 from penstock.core import LoRARequest, PoolingParams
 from penstock.core.errors import invalid
-from penstock.engine.engine import Engine
 from penstock.text.encoding import Texts
 
+from .arguments import as_list, checked_call, described, poolings_of
+from .batch import UseTqdm
 from .chat_renderer import Steps, run_inline
-from .input_processor import NO_GENERATION, InputProcessor
-from .output_processor import OutputProcessor
+from .input_processor import NO_GENERATION
+from .managed_llm import ManagedLLM
 from .outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -35,7 +35,7 @@ LoRA = LoRARequest | Sequence[LoRARequest | None] | None
 Params = PoolingParams | Sequence[PoolingParams] | None
 
 
-class PoolingLLM(ABC):
+class PoolingLLM(ManagedLLM):
     """Pooling methods of ``LLM``. Common arguments:
 
     ``pooling_params``: one object for all prompts, or one per prompt; None fields take the checkpoint's values.
@@ -45,23 +45,14 @@ class PoolingLLM(ABC):
     All methods raise ``PenstockError`` if a prompt is invalid, or its request fails.
     """
 
-    engine: Engine
-    _input_processor: InputProcessor
     _ids: itertools.count[int]
 
-    @abstractmethod
-    def _adapters(self, given: LoRA, count: int) -> list[str]:
-        """Load the adapters; returns the adapter name of each prompt, empty for the base model."""
-
-    @abstractmethod
-    def _run(self, processors: list[OutputProcessor], use_tqdm: bool) -> list[RequestOutput]:
-        """Run requests until they are finished."""
-
+    @checked_call
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         pooling_params: Params = None,
         lora_request: LoRA = None,
         truncate_prompt_tokens: int | None = None,
@@ -75,15 +66,16 @@ class PoolingLLM(ABC):
         """
         pooler = self._input_processor.pooler
         texts = [pooler.with_prompt(each, prompt_name) if isinstance(each, str) else each for each in as_list(prompts)]
-        params = [pooler.embedding_params(each) for each in per_prompt(pooling_params, len(texts), "pooling_params")]
+        params = [pooler.embedding_params(each) for each in poolings_of(pooling_params, len(texts))]
         outputs = self._pool(texts, params, use_tqdm, lora_request, truncate_prompt_tokens)
         return [EmbeddingRequestOutput.of(output) for output in outputs]
 
+    @checked_call
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         pooling_params: Params = None,
         lora_request: LoRA = None,
         truncate_prompt_tokens: int | None = None,
@@ -92,11 +84,12 @@ class PoolingLLM(ABC):
         outputs = self._classified(as_list(prompts), pooling_params, use_tqdm, lora_request, truncate_prompt_tokens)
         return [ClassificationRequestOutput.of(output) for output in outputs]
 
+    @checked_call
     def reward(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         pooling_params: Params = None,
         lora_request: LoRA = None,
         truncate_prompt_tokens: int | None = None,
@@ -111,12 +104,13 @@ class PoolingLLM(ABC):
             pooling_task="token_classify",
         )
 
+    @checked_call
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: Params = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         lora_request: LoRA = None,
         truncate_prompt_tokens: int | None = None,
         pooling_task: PoolingTask | None = None,
@@ -129,8 +123,7 @@ class PoolingLLM(ABC):
         """
         each = as_list(prompts)
         params = [
-            self._input_processor.pooler.params(pooling_task, one)
-            for one in per_prompt(pooling_params, len(each), "pooling_params")
+            self._input_processor.pooler.params(pooling_task, one) for one in poolings_of(pooling_params, len(each))
         ]
         outputs = self._pool(each, params, use_tqdm, lora_request, truncate_prompt_tokens)
         return [
@@ -138,13 +131,14 @@ class PoolingLLM(ABC):
             for output, one in zip(outputs, params, strict=True)
         ]
 
+    @checked_call
     def score(
         self,
         data_1: str | Sequence[str],
         data_2: str | Sequence[str],
         *,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         pooling_params: PoolingParams | None = None,
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
@@ -152,25 +146,26 @@ class PoolingLLM(ABC):
         the cosine similarity (see ``similarity``)."""
         if not self._input_processor.pooler.is_cross_encoder:
             return self.similarity(data_1, data_2, use_tqdm=use_tqdm, lora_request=lora_request)
-        first, second = _pairs(as_list(data_1), as_list(data_2))
+        first, second = _pairs(_texts(data_1, "data_1"), _texts(data_2, "data_2"))
         processor = self._input_processor
-        pairs = [processor.pair(str(a), str(b)) for a, b in zip(first, second, strict=True)]
+        pairs = [processor.pair(a, b) for a, b in zip(first, second, strict=True)]
         texts = [
             pair if isinstance(pair, Texts) else run_inline(processor.chats.text(pair, {}, Steps())) for pair in pairs
         ]
         outputs = self._classified(texts, pooling_params, use_tqdm, lora_request, truncate_prompt_tokens)
         return [ScoringRequestOutput(ScoringOutput(embedding_of(one)[0]), one.prompt_token_ids) for one in outputs]
 
+    @checked_call
     def similarity(
         self,
         text_1: Prompt | Sequence[Prompt],
         text_2: Prompt | Sequence[Prompt],
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """Cosine similarity of embeddings: item by item, or of one ``text_1`` with each ``text_2``."""
-        first, second = as_list(text_1), as_list(text_2)
+        first, second = as_list(text_1, "text_1"), as_list(text_2, "text_2")
         _pairs(first, second)
         outputs = self.embed([*first, *second], use_tqdm=use_tqdm, lora_request=lora_request)
         before, after = _pairs(outputs[: len(first)], outputs[len(first) :])
@@ -182,28 +177,28 @@ class PoolingLLM(ABC):
         ]
 
     def _classified(
-        self, prompts: Sequence[Prompt | Texts], params: Params, use_tqdm: bool, lora: LoRA, limit: int | None
+        self, prompts: Sequence[Prompt | Texts], params: Params, use_tqdm: UseTqdm, lora: LoRA, limit: int | None
     ) -> list[RequestOutput]:
         pooler = self._input_processor.pooler
         texts = [pooler.normalize_case(each) if isinstance(each, str) else each for each in prompts]
-        each = [pooler.classifier_params(one) for one in per_prompt(params, len(texts), "pooling_params")]
+        each = [pooler.classifier_params(one) for one in poolings_of(params, len(texts))]
         return self._pool(texts, each, use_tqdm, lora, limit)
 
     def _pool(
         self,
         prompts: Sequence[Prompt | Texts],
         params: Sequence[PoolingParams],
-        use_tqdm: bool,
+        use_tqdm: UseTqdm,
         lora_request: LoRA,
         limit: int | None,
     ) -> list[RequestOutput]:
-        adapters = self._adapters(lora_request, len(prompts))
+        adapters = self.load_adapters(lora_request, len(prompts))
         processors = [
             self._input_processor.create_output_processor(
                 str(next(self._ids)),
                 self._prompt(prompt, limit),
                 NO_GENERATION,
-                adapter=adapter,
+                adapter=adapter.lora_name if adapter else "",
                 pooling=pooling,
             )
             for prompt, pooling, adapter in zip(prompts, params, adapters, strict=True)
@@ -213,8 +208,8 @@ class PoolingLLM(ABC):
         return self._run(processors, use_tqdm)
 
     def _prompt(self, prompt: Prompt | Texts, limit: int | None) -> TokenizedPrompt:
-        if limit is not None and (limit < -1 or limit == 0):
-            message = f"must be at least 1, or -1 for the model's maximum, is {limit}"
+        if limit is not None and (not isinstance(limit, int) or limit < -1 or limit == 0):
+            message = f"must be at least 1, or -1 for the model's maximum, is {limit!r}"
             raise invalid("truncate_prompt_tokens", message, 1)
         limit = self.engine.max_model_len if limit == -1 else limit
         if isinstance(prompt, Texts):
@@ -236,17 +231,10 @@ def _pairs(first: Sequence[T], second: Sequence[T]) -> tuple[Sequence[T], Sequen
     return (list(first) * len(second) if len(first) == 1 else first), second
 
 
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Convert one prompt, or a sequence of prompts, to a list."""
-    if isinstance(prompts, str | Mapping | TokenizedPrompt) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [cast(Prompt, prompts)]
-    return cast(list[Prompt], list(prompts))
-
-
-def per_prompt(given: T | Sequence[T], count: int, field: str) -> list[T]:
-    """Convert one value for all prompts, or a sequence with one value per prompt, to a list."""
-    if not isinstance(given, Sequence):
-        return [given] * count
-    if len(given) != count:
-        raise invalid(field, f"has {len(given)} items for {count} prompts: give one item per prompt", count)
-    return list(given)
+def _texts(given: str | Sequence[str], field: str) -> list[str]:
+    """Convert a text, or several, to a list. Raises ``PenstockError`` (``invalid``) for other types."""
+    texts = as_list(given, field)
+    for text in texts:
+        if not isinstance(text, str):
+            raise invalid(field, f"must be a text or a list of texts, has {described(text)}")
+    return cast(list[str], texts)

@@ -11,10 +11,11 @@ from penstock.checkpoint.engine_config import engine_defaults
 from penstock.config.options import Configuration, EngineOptions
 from penstock.config.profiles import load
 from penstock.config.profiles.vllm import DEFAULT_PROFILE
-from penstock.config.settings import did_you_mean, settings
+from penstock.config.settings import settings
 from penstock.config.sources import read
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.core.spelling import did_you_mean
 from penstock.engine.service.launcher import EXIT_TIMEOUT
 
 LISTENS = "Ray Serve's proxies listen for a deployment; set their http_options"

@@ -118,6 +118,11 @@ class Tokenizer:
         """The bytes of each token id."""
         return token_bytes(self._tokenizer)
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens without added tokens."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=False))
+
     @cached_property
     def special_ids(self) -> frozenset[int]:
         added = self._tokenizer.get_added_tokens_decoder()

@@ -9,10 +9,10 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 import msgspec
 
-from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.core.json_files import read_json_file
+from penstock.core.spelling import did_you_mean
 
 from .tools import ToolCall
 

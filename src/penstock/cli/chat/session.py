@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from anyio.from_thread import BlockingPortal
 
-from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError
+from penstock.core.spelling import did_you_mean
 
 from .backend import Answer, Backend, ContextFull
 from .conversation import Conversation, Message

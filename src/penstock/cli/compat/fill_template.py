@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from string import Template
 
-from penstock.config.settings import did_you_mean
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
+from penstock.core.spelling import did_you_mean
 
 
 def main(arguments: list[str]) -> int:

@@ -15,8 +15,9 @@ from penstock.checkpoint.config_json import read_config_json
 from penstock.checkpoint.rope import max_model_len_of_config
 from penstock.config.profiles import translate
 from penstock.config.profiles.triton import ONE_ENGINE
-from penstock.config.settings import did_you_mean, settings
+from penstock.config.settings import settings
 from penstock.core.errors import invalid
+from penstock.core.spelling import did_you_mean
 
 from .engine_folder import settings_of
 from .repository_parameters import CHOICES, PARAMETERS, Flags, attention_windows, device_groups

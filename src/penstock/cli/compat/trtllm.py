@@ -16,8 +16,8 @@ from pathlib import Path
 
 from penstock.calibration.options import QuantizeOptions
 from penstock.checkpoint.engine_config import RECORDED
-from penstock.config.settings import did_you_mean
 from penstock.core.errors import invalid
+from penstock.core.spelling import did_you_mean
 
 from ..build_folder import build as build_folder
 from ..build_folder import describe, engine_options

@@ -14,8 +14,8 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from penstock.config.options import EngineOptions
-from penstock.config.settings import did_you_mean
 from penstock.core.errors import invalid
+from penstock.core.spelling import did_you_mean
 
 NAMES = ("ascend-vllm", "bladellm", "fastdeploy", "paddlenlp", "triton", "vllm")
 Settings = Iterator[tuple[str, Any, str]]

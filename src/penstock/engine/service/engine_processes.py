@@ -153,6 +153,12 @@ class EngineProcesses:
         for engine in [*self._engines, *self._others]:
             engine.restarts = False
 
+    def stop(self) -> None:
+        """Begin to stop the engines as ``close`` does, without waiting for their end."""
+        self.closing = True
+        for engine in [*self._engines, *self._others]:
+            engine.stop()
+
     def kill(self) -> None:
         """Kill all engine processes of the model."""
         for engine in [*self._engines, *self._others]:

@@ -197,12 +197,23 @@ class EngineProcess:
         self.closing = True
         status = 0
         if self._process is not None:
-            number = signal.SIGTERM if self.ready else signal.SIGKILL
-            status = await terminate(self._process, self._drain_timeout + EXIT_TIMEOUT, number)
+            status = await terminate(self._process, self._drain_timeout + EXIT_TIMEOUT, self._end_signal)
         self._heartbeat.close()
         self._step_record.close()
         self._folder.close()
         return status
+
+    @property
+    def _end_signal(self) -> signal.Signals:
+        """Signal that ends the engine after its open requests, or at once if it is starting."""
+        return signal.SIGTERM if self.ready else signal.SIGKILL
+
+    def stop(self) -> None:
+        """Begin to stop the engine as ``close`` does, without waiting for its end."""
+        self.closing = True
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(self._end_signal)
 
     def kill(self) -> None:
         """Kill the engine process. Does nothing if it is not running."""

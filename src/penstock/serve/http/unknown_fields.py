@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.core.spelling import did_you_mean
 
 logger = logging.getLogger("penstock.requests")
 

@@ -7,8 +7,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.config.settings import did_you_mean
 from penstock.core.errors import invalid
+from penstock.core.spelling import did_you_mean
 from penstock.serve.http.request_record import RequestRecord
 
 from .model import Model, ModelResponse

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.numbers import read_decimal
+from penstock.core.spelling import did_you_mean
 from penstock.serve.models.messages import ModelEntry
 from penstock.version import __version__
 
