@@ -240,7 +240,7 @@ def test_decoder_classifies_by_last_token(family: str, tmp_path: Path) -> None:
             assert output.outputs.probs == pytest.approx(expected.tolist(), abs=2e-5)
     rewards = llm.reward(prompts[1], use_tqdm=False)[0].outputs.data
     assert len(rewards) == 30
-    assert rewards[-1] == pytest.approx(llm.classify(prompts[1], use_tqdm=False)[0].outputs.probs, abs=1e-6)  # type: ignore[comparison-overlap]
+    assert rewards[-1].tolist() == pytest.approx(llm.classify(prompts[1], use_tqdm=False)[0].outputs.probs, abs=1e-6)
 
 
 def test_qwen3_reranker_template_equals_original() -> None:

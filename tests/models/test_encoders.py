@@ -61,7 +61,7 @@ def test_embeddings_match_hidden_states_of_transformers(family: str, ops: str, t
     expected = found[2][0][:24]
     assert default.outputs.embedding == pytest.approx((expected / expected.norm()).tolist(), abs=2e-5)
     (each,) = llm.encode([PROMPTS[3]], PoolingParams(normalize=False), use_tqdm=False, pooling_task="token_embed")
-    torch.testing.assert_close(torch.tensor(each.outputs.data), found[3], atol=2e-5, rtol=0)
+    torch.testing.assert_close(each.outputs.data, found[3], atol=2e-5, rtol=0)
     assert llm.engine.scheduler.device_pool.num_free == llm.engine.scheduler.device_pool.total
     with pytest.raises(PenstockError, match="no language model head"):
         llm.generate([[5]], use_tqdm=False)

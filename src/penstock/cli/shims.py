@@ -112,12 +112,35 @@ def _importing(system: str, path: str, module: str, *names: str) -> Shim:
     return Shim(system, f"{MODULES}/{path}.py", module, (), names=dict.fromkeys(names, module))
 
 
+VLLM_NAMES = {
+    "beam_search": "BeamSearchOutput BeamSearchSequence",
+    "engine/arg_utils": "AsyncEngineArgs EngineArgs",
+    "engine/async_llm_engine": "AsyncLLMEngine",
+    "engine/llm_engine": "LLMEngine",
+    "entrypoints/llm": "LLM",
+    "inputs": "EmbedsPrompt PromptType TextPrompt TokensPrompt",
+    "lora/request": "LoRARequest",
+    "outputs": (
+        "ClassificationOutput ClassificationRequestOutput CompletionOutput EmbeddingOutput EmbeddingRequestOutput "
+        "PoolingOutput PoolingRequestOutput RequestOutput ScoringOutput ScoringRequestOutput"
+    ),
+    "pooling_params": "PoolingParams",
+    "sampling_params": "BeamSearchParams GuidedDecodingParams RequestOutputKind SamplingParams StructuredOutputsParams",
+    "utils/argparse_utils": "FlexibleArgumentParser",
+    "v1/engine/async_llm": "AsyncLLM",
+    "v1/engine/llm_engine": "LLMEngine",
+    "v1/metrics/reader": "Counter Gauge Histogram Metric Vector",
+}
+"""Names of Penstock by vLLM's module that has them."""
+VLLM_TOP_LEVEL = (
+    "AsyncEngineArgs AsyncLLMEngine EngineArgs LLM LLMEngine PoolingParams PromptType SamplingParams TextPrompt "
+    f"TokensPrompt {VLLM_NAMES['outputs']}"
+)
+
+
 def _vllm_modules(system: str) -> list[Shim]:
-    return [
-        _importing(system, "vllm/__init__", "penstock", "LLM", "PoolingParams", "SamplingParams"),
-        _importing(system, "vllm/sampling_params", "penstock", "GuidedDecodingParams", "SamplingParams"),
-        _importing(system, "vllm/lora/request", "penstock", "LoRARequest"),
-    ]
+    modules = {"__init__": VLLM_TOP_LEVEL, **VLLM_NAMES}
+    return [_importing(system, f"vllm/{path}", "penstock", *names.split()) for path, names in modules.items()]
 
 
 FASTDEPLOY = "penstock.frontend.fastdeploy"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -130,7 +131,16 @@ def invalid_request(request: EngineRequest, error: Exception) -> PenstockError:
     if isinstance(error, UnicodeEncodeError):
         return invalid(_invalid_text_field(request), f"is not valid text: {error}")
     field = str(error).rpartition("$.")[2].rstrip("`").rpartition(".")[2].partition("[")[0]
-    return invalid(field if "$." in str(error) else "request", str(error))
+    return invalid(field if "$." in str(error) else "request", readable(error))
+
+
+def readable(error: Exception) -> str:
+    """Message of a msgspec error, without the place: "must be int, has float"."""
+    message = str(error).partition(" - at ")[0]
+    types = re.match(r"Expected `([^`]*)`(?:, got `(.*)`)?(.*)", message)
+    if not types:
+        return message
+    return f"must be {types[1]}{types[3]}" + (f", has {types[2]}" if types[2] else "")
 
 
 def _invalid_text_field(request: EngineRequest) -> str:

@@ -19,6 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 PROMPT = "text, a list of token ids, or a dict with prompt or prompt_token_ids"
 MESSAGE = '{"role": "user", "content": …}'
+RUNNING_CONTINUE = "running requests keep their KV cache; abort them first, or omit it"
 AnySamplingParams = SamplingParams | core.SamplingParams
 """Sampling parameters of a call: the users' class, or the engine's."""
 

@@ -75,14 +75,15 @@ class AsyncLLM(ManagedAsyncLLM):
         """
         refuse(tokenization_kwargs=(tokenization_kwargs, NO_TOKENIZER_OPTIONS))
         options = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt or salt_of(prompt)}
-        return self._stream(prompt, sampling_params, request_id, lora_request, **options)
+        return self._stream(prompt, sampling_params, request_id, lora_request, _kind(sampling_params), **options)
 
     def _stream(
         self,
         prompt: Prompt,
         sampling_params: AnySamplingParams | None,
-        request_id: str | None = None,
-        lora_request: LoRARequest | None = None,
+        request_id: str | None,
+        lora_request: LoRARequest | None,
+        kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Check the arguments of a request, and run it; ``options`` are arguments of ``Gateway.generate``."""
@@ -91,11 +92,8 @@ class AsyncLLM(ManagedAsyncLLM):
         if not isinstance(prompt, str | Mapping | Sequence | TokenizedPrompt):
             raise invalid("prompt", f"must be text, token ids, or a dict, is {described(prompt)}")
         (adapter,) = loras_of(lora_request, 1)
-        kind = RequestOutputKind.CUMULATIVE
-        if isinstance(sampling_params, SamplingParams):
-            kind = sampling_params.output_kind
         outputs = self._outputs(prompt, sampling_of(sampling_params), request_id, adapter, **options)
-        return _of_kind(outputs, kind)
+        return self._of_kind(outputs, kind)
 
     async def _outputs(
         self,
@@ -114,7 +112,19 @@ class AsyncLLM(ManagedAsyncLLM):
         async with aclosing(gateway.generate(tokenized, sampling, request_id, **options)) as outputs:
             async for output in outputs:
                 output.lora_request = lora_request
-                yield FastDeployOutput.of(output) if self._fastdeploy else output
+                yield output
+
+    async def _of_kind(
+        self, stream: AsyncGenerator[RequestOutput, None], kind: RequestOutputKind
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Convert cumulative outputs to those of ``kind``."""
+        deltas = Deltas()
+        async with aclosing(stream) as outputs:
+            async for output in outputs:
+                if kind is RequestOutputKind.FINAL_ONLY and not output.finished:
+                    continue
+                chosen = deltas.next(output) if kind is RequestOutputKind.DELTA else output
+                yield FastDeployOutput.of(chosen) if self._fastdeploy else chosen
 
     @checked_call
     async def embed(
@@ -218,21 +228,12 @@ class AsyncLLM(ManagedAsyncLLM):
             template=template,
             mm_processor_kwargs=mm_processor_kwargs,
         )
-        kind = sampling_params.output_kind if isinstance(sampling_params, SamplingParams) else None
-        stream = self._stream(prompt, sampling, request_id, lora_request, priority=priority, timeout=timeout)
-        async with aclosing(_of_kind(stream, kind or RequestOutputKind.CUMULATIVE)) as outputs:
+        kind = _kind(sampling_params)
+        stream = self._stream(prompt, sampling, request_id, lora_request, kind, priority=priority, timeout=timeout)
+        async with aclosing(stream) as outputs:
             async for output in outputs:
                 yield output
 
 
-async def _of_kind(
-    stream: AsyncGenerator[RequestOutput, None], kind: RequestOutputKind
-) -> AsyncGenerator[RequestOutput, None]:
-    """Convert cumulative outputs to those of ``kind``."""
-    deltas = Deltas()
-    async with aclosing(stream) as outputs:
-        async for output in outputs:
-            if kind is RequestOutputKind.DELTA:
-                yield deltas.next(output)
-            elif kind is RequestOutputKind.CUMULATIVE or output.finished:
-                yield output
+def _kind(params: AnySamplingParams | None) -> RequestOutputKind:
+    return params.output_kind if isinstance(params, SamplingParams) else RequestOutputKind.CUMULATIVE

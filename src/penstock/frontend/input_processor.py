@@ -171,11 +171,11 @@ class InputProcessor:
         """
         return read_pooler(self._folder, self._options, self.tokenizer)
 
-    def pair(self, first: str, second: str) -> Texts | Messages:
-        """Format two texts as input of a cross-encoder: a pair, or, with the option ``chat_template``, messages with
-        the roles ``query`` and ``document``."""
+    def pair(self, first: str, second: str, template: str | None = None) -> Texts | Messages:
+        """Format two texts as input of a cross-encoder: a pair, or, with ``template`` or the option ``chat_template``,
+        messages with the roles ``query`` and ``document``."""
         first, second = self.pooler.normalize_case(first), self.pooler.normalize_case(second)
-        if self._options.chat_template:
+        if template or self._options.chat_template:
             return [{"role": "query", "content": first}, {"role": "document", "content": second}]
         return Texts(first + second) if self.pooler.concatenate_pairs else Texts(first, second)
 

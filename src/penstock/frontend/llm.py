@@ -131,7 +131,7 @@ class LLM(PoolingLLM):
         **options: Any,
     ) -> None:
         named = {name: value for name, value in locals().items() if name in NAMED_OPTIONS}
-        super().__init__(compat)
+        super().__init__(compat, options.pop("profiler_config", None))
         model_options, self.options = read_options(model, compat, named | options)
         if (size := self.options.data_parallel_size) > 1:
             message = f"data_parallel_size: is {size}, but LLM runs one engine; use AsyncLLM or penstock serve"

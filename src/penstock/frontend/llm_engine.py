@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 from penstock.core import LoRARequest
 from penstock.core.errors import invalid
 
-from .arguments import AnySamplingParams, as_list, checked_call, described, priorities_of, sampling_of
+from .arguments import (
+    RUNNING_CONTINUE,
+    AnySamplingParams,
+    as_list,
+    checked_call,
+    described,
+    priorities_of,
+    refuse,
+    sampling_of,
+)
 from .batch import step
 from .llm import LLM
 from .output_processor import OutputProcessor
@@ -97,6 +106,9 @@ class LLMEngine:
         """The model's tokenizer, as ``LLM.get_tokenizer``."""
         return self.llm.get_tokenizer()
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Returns True."""
+    @checked_call
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache; arguments as for ``AsyncLLM.reset_prefix_cache``."""
+        if self.has_unfinished_requests():
+            refuse(reset_running_requests=(reset_running_requests or None, RUNNING_CONTINUE))
         return self.llm.reset_prefix_cache()

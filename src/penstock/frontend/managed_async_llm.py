@@ -27,6 +27,7 @@ from penstock.engine.service.engine_processes import EngineProcesses
 from penstock.engine.service.messages import Ready
 from penstock.engine.service.pool import ResumePolicy
 
+from .arguments import RUNNING_CONTINUE, refuse
 from .gateway import Gateway
 from .hf_tokenizer import hugging_face_tokenizer
 from .input_processor import InputProcessor
@@ -146,8 +147,14 @@ class ManagedAsyncLLM:
         request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
         (await self.started()).cancel(request_ids)
 
-    async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; running requests continue. Returns True, as vLLM does."""
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache; running requests continue. Returns True, as vLLM does.
+
+        Args:
+            reset_running_requests: True is refused.
+            reset_connector: ignored: the host's cache is emptied, too.
+        """
+        refuse(reset_running_requests=(reset_running_requests or None, RUNNING_CONTINUE))
         await (await self.started()).engine_pool.reset_prefix_cache()
         return True
 

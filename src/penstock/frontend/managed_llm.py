@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
@@ -35,13 +35,20 @@ PROFILE_FOLDER = "VLLM_TORCH_PROFILER_DIR"
 
 
 class ManagedLLM(ABC):
-    """Base class of ``LLM``: an engine in this process and the methods that manage it."""
+    """Base class of ``LLM``: an engine in this process and the methods that manage it.
+
+    Args:
+        compat: as for ``LLM``.
+        profiler_config: vLLM's option, of which ``torch_profiler_dir`` is read.
+    """
 
     engine: Engine
     options: EngineOptions
     _input_processor: InputProcessor
 
-    def __init__(self, compat: str) -> None:
+    def __init__(self, compat: str, profiler_config: Any = None) -> None:
+        folder = profiler_config.get("torch_profiler_dir") if isinstance(profiler_config, Mapping) else None
+        self._profile_folder = Path(folder or os.environ.get(PROFILE_FOLDER) or ".")
         self._fastdeploy = compat == "fastdeploy"
         self.counts = RequestCounts()
         self._profile: profile | None = None
@@ -71,14 +78,14 @@ class ManagedLLM(ABC):
         rank 0 only.
 
         Args:
-            profile_prefix: beginning of the trace's file name, in the folder of ``VLLM_TORCH_PROFILER_DIR`` or the
-                current folder; None: ``penstock``.
+            profile_prefix: beginning of the trace's file name; None: ``penstock``. Its folder is ``torch_profiler_dir``
+                of ``LLM(profiler_config=…)``, or else that of ``VLLM_TORCH_PROFILER_DIR``, or else the current one.
         """
         from torch.profiler import profile
 
         if self._profile:
             raise invalid("start_profile", "a profile is being recorded: call stop_profile first")
-        self._profile_path = Path(os.environ.get(PROFILE_FOLDER) or ".", f"{profile_prefix or 'penstock'}.trace.json")
+        self._profile_path = self._profile_folder / f"{profile_prefix or 'penstock'}.trace.json"
         self._profile_path.parent.mkdir(parents=True, exist_ok=True)
         self._profile = profile()
         self._profile.start()
@@ -161,8 +168,13 @@ class ManagedLLM(ABC):
         """True if KV cache or weights are freed."""
         return bool(self.engine.sleeper.asleep)
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache, except for the files in ``kv_offloading_disk_path``. Returns True, as vLLM does."""
+    @checked_call
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache, except for the files in ``kv_offloading_disk_path``. Returns True, as vLLM does.
+
+        Args:
+            reset_running_requests, reset_connector: ignored: no request is running, and the host's cache is emptied.
+        """
         self.engine.scheduler.kv.reset_prefix_cache()
         return True
 

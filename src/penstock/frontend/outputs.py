@@ -8,11 +8,15 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import mul
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.core import Failure, LoRARequest, PenstockError, PerfMetrics
 from penstock.text import Message
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Logprob(msgspec.Struct, gc=False):  # there may be millions, which the garbage collector must not traverse
@@ -258,11 +262,15 @@ class ClassificationRequestOutput:
         return cls(output.request_id, output.prompt, output.prompt_token_ids, probabilities)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PoolingOutput:
     """Pooled vector, or one vector per token."""
 
-    data: list[float] | list[list[float]]
+    data: torch.Tensor
+    """``[size]`` or ``[tokens, size]``, float32, on the CPU."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PoolingOutput) and bool((self.data == other.data).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +289,10 @@ class PoolingRequestOutput:
         Args:
             per_token: the output has one vector per token.
         """
-        data = PoolingOutput(vectors_of(output) if per_token else embedding_of(output))
-        return cls(output.request_id, output.prompt, output.prompt_token_ids, data)
+        import torch  # deferred: the server's API processes do not load it
+
+        data = torch.tensor(vectors_of(output) if per_token else embedding_of(output))
+        return cls(output.request_id, output.prompt, output.prompt_token_ids, PoolingOutput(data))
 
 
 def vectors_of(output: RequestOutput) -> list[list[float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar, cast
 
 import msgspec
@@ -141,16 +142,24 @@ class PoolingLLM(ManagedLLM):
         use_tqdm: UseTqdm = True,
         pooling_params: PoolingParams | None = None,
         lora_request: LoRARequest | None = None,
+        chat_template: str | Path | None = None,
     ) -> list[ScoringRequestOutput]:
         """Score text pairs: item by item, or one text of ``data_1`` against each of ``data_2``. Embedding models return
-        the cosine similarity (see ``similarity``)."""
+        the cosine similarity (see ``similarity``).
+
+        Args:
+            chat_template: text or path of a template that renders each pair from messages with the roles ``query`` and
+                ``document``; None: the option of ``LLM``, or else the model's pair of texts.
+        """
         if not self._input_processor.pooler.is_cross_encoder:
             return self.similarity(data_1, data_2, use_tqdm=use_tqdm, lora_request=lora_request)
         first, second = _pairs(_texts(data_1, "data_1"), _texts(data_2, "data_2"))
         processor = self._input_processor
-        pairs = [processor.pair(a, b) for a, b in zip(first, second, strict=True)]
+        template = processor.chat_template(chat_template)
+        pairs = [processor.pair(a, b, template) for a, b in zip(first, second, strict=True)]
         texts = [
-            pair if isinstance(pair, Texts) else run_inline(processor.chats.text(pair, {}, Steps())) for pair in pairs
+            pair if isinstance(pair, Texts) else run_inline(processor.chats.text(pair, {}, Steps(), template=template))
+            for pair in pairs
         ]
         outputs = self._classified(texts, pooling_params, use_tqdm, lora_request, truncate_prompt_tokens)
         return [ScoringRequestOutput(ScoringOutput(embedding_of(one)[0]), one.prompt_token_ids) for one in outputs]

@@ -15,6 +15,7 @@ from penstock.core import Code, GuidedDecodingParams, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.guided import disallow_additional_properties, schema_to_json
 from penstock.core.named_parameters import NamedParameters
+from penstock.core.requests import readable
 from penstock.core.sampling_fields import SamplingFields
 
 SEQUENCES = ("stop", "bad_words", "stop_token_ids", "bad_word_ids", "allowed_token_ids")
@@ -220,13 +221,9 @@ def convert(given: Mapping[str, Any], schema: type[core.SamplingParams]) -> core
     try:
         return msgspec.convert(given, schema)
     except msgspec.ValidationError as error:
-        message = str(error).partition(" - at ")[0]
         found = re.search(r"`\$\.(\w+)", str(error))
         name = found[1] if found else "sampling_params"
-        expected = re.match(r"Expected `(.*)`, got `(.*)`", message)
-        if expected:
-            message = f"must be {expected[1]}, has {expected[2]}: {given.get(name)!r:.80}"
-        raise invalid(name, message) from error
+        raise invalid(name, f"{readable(error)}: {given.get(name)!r:.80}") from error
 
 
 def _as_list(name: str, value: Any) -> list[Any] | None:
