@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,15 @@ import pytest
 import zmq
 from serving import children
 
-from penstock import LLM, AsyncLLM, PenstockError, SamplingParams
+from penstock import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    PenstockError,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 from penstock.core import Code
 from penstock.engine.service import messages as engine_messages
 from penstock.frontend.outputs import RequestOutput
@@ -342,3 +350,77 @@ def test_failed_start_reports_reason(tmp_path: Path) -> None:
 
     with pytest.raises(PenstockError, match="is empty, so it is not a checkpoint"):
         run(fail())
+
+
+@pytest.mark.slow
+def test_output_kinds_are_parts_of_the_cumulative_outputs() -> None:
+    """Also with FastDeploy's outputs, which keep their attributes."""
+
+    async def ask() -> None:
+        async with started(compat="fastdeploy", enable_logprob=True) as llm:
+            params = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
+            expected = await last(llm.generate("Once upon a time", params))
+            params.output_kind = RequestOutputKind.DELTA
+            deltas = [output async for output in llm.generate("Once upon a time", params)]
+            parts = [delta.outputs[0] for delta in deltas]
+            assert len(deltas) > 1 and "".join(part.text for part in parts) == expected.outputs[0].text
+            assert [token for part in parts for token in part.token_ids] == expected.outputs[0].token_ids
+            assert [one for part in parts for one in part.logprobs or ()] == expected.outputs[0].logprobs
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+            (final,) = [output async for output in llm.chat(STORY, params)]
+            assert final.finished and final.error_code == 200 and final.outputs.text  # type: ignore[attr-defined]
+
+    run(ask())
+
+
+@pytest.mark.slow
+def test_engine_of_engine_args_starts_on_first_use_and_ends_with_shutdown() -> None:
+    """vLLM's form without a context manager: abort, encode, reset_prefix_cache and get_tokenizer, too."""
+
+    async def ask() -> None:
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(num_gpu_blocks_override=200))
+        assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("Hi")) == "Hi"
+        first, second = await asyncio.gather(  # both find an engine that is not started
+            last(llm.generate(request_id="a", prompt="Once", sampling_params=SamplingParams(max_tokens=3))),
+            last(llm.generate("Once", SamplingParams(max_tokens=3), "b")),
+        )
+        assert (first.request_id, second.request_id) == ("a", "b")
+        stream = llm.generate("Once", SamplingParams(max_tokens=2000, ignore_eos=True), "c")
+        output = await anext(stream)
+        await llm.abort(["c", "unknown"])
+        output = await last(stream)
+        assert output.finished and output.outputs[0].failure and output.outputs[0].failure.code == Code.CANCELLED
+        (pooled,) = [pooled async for pooled in llm.encode("Once", PoolingParams(), "d", pooling_task="token_embed")]
+        assert pooled.outputs.data.shape[0] == len(pooled.prompt_token_ids)
+        assert await llm.reset_prefix_cache() is True
+        await llm.check_health()
+        llm.shutdown()
+        assert await llm.close() == 0
+        with pytest.raises(PenstockError, match="this AsyncLLM is closed; create another one"):
+            await last(llm.generate("a"))
+
+    run(ask())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate(5), "prompt: must be text, token ids, or a dict, is int 5"),
+        (lambda llm: llm.generate("a", {"temperature": 0}), "sampling_params: must be SamplingParams"),
+        (
+            lambda llm: llm.generate("a", max_tokens=5),
+            "max_tokens: is not an argument of generate; pass",
+        ),
+        (lambda llm: llm.generate("a", request_id=5), "request_id: must be a string, is int 5"),
+        (lambda llm: llm.generate("a", lora_request="x"), "lora_request: must be LoRARequest"),
+        (lambda llm: llm.chat([], tools=[]), "messages: is empty"),
+        (lambda llm: llm.chat("Hi"), "messages: must be a list of messages"),
+        (lambda llm: llm.chat([STORY, STORY]), "messages: has several chats: call chat for each"),
+    ],
+)
+def test_wrong_call_is_refused_before_the_engine_starts(call: Callable[[AsyncLLM], Any], message: str) -> None:
+    async def ask() -> None:
+        with pytest.raises(PenstockError, match=message):
+            await last(call(AsyncLLM()))
+
+    run(ask())
