@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from penstock import LLM, SamplingParams
+from penstock import LLM
+from penstock.core import SamplingParams
 from penstock.engine.guided.structural_tag import resolve_fallbacks
 from penstock.frontend.tool_calls import ToolFunction, constrain_tool_calls
 

@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from penstock.core import GuidedDecodingParams, LoRARequest, PenstockError, PoolingParams
     from penstock.frontend.async_llm import AsyncLLM
     from penstock.frontend.async_llm import AsyncLLM as AsyncLLMEngine
+    from penstock.frontend.beam_outputs import BeamSearchOutput, BeamSearchSequence
     from penstock.frontend.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from penstock.frontend.engine_metrics import Counter, Gauge, Histogram, Metric, Vector
     from penstock.frontend.llm import LLM
     from penstock.frontend.llm_engine import LLMEngine
     from penstock.frontend.outputs import (
-        BeamSearchOutput,
-        BeamSearchSequence,
         ClassificationOutput,
         ClassificationRequestOutput,
         CompletionOutput,
@@ -45,12 +44,13 @@ if TYPE_CHECKING:
 
 _FRONTEND = {
     "async_llm": "AsyncLLM",
+    "beam_outputs": "BeamSearchOutput BeamSearchSequence",
     "engine_args": "AsyncEngineArgs EngineArgs FlexibleArgumentParser",
     "engine_metrics": "Counter Gauge Histogram Metric Vector",
     "llm": "LLM",
     "llm_engine": "LLMEngine",
     "outputs": (
-        "BeamSearchOutput BeamSearchSequence ClassificationOutput ClassificationRequestOutput CompletionOutput "
+        "ClassificationOutput ClassificationRequestOutput CompletionOutput "
         "EmbeddingOutput EmbeddingRequestOutput PoolingOutput PoolingRequestOutput RequestOutput ScoringOutput "
         "ScoringRequestOutput"
     ),

@@ -13,6 +13,14 @@ from repository import ROOT
 
 from penstock.cli.main import main
 
+VLLM_MODULES = {
+    f"modules/vllm/{name}.py"
+    for name in (
+        "__init__ beam_search engine/arg_utils engine/async_llm_engine engine/llm_engine entrypoints/llm inputs "
+        "lora/request outputs pooling_params sampling_params utils/argparse_utils v1/engine/async_llm "
+        "v1/engine/llm_engine v1/metrics/reader"
+    ).split()
+}
 FILES = {
     "triton": {
         "tritonserver",
@@ -37,16 +45,12 @@ FILES = {
     },
     "vllm": {
         "vllm",
-        "modules/vllm/__init__.py",
-        "modules/vllm/lora/request.py",
-        "modules/vllm/sampling_params.py",
+        *VLLM_MODULES,
         "modules/vllm/entrypoints/api_server.py",
         "modules/vllm/entrypoints/openai/api_server.py",
     },
     "ascend-vllm": {
-        "modules/vllm/__init__.py",
-        "modules/vllm/lora/request.py",
-        "modules/vllm/sampling_params.py",
+        *VLLM_MODULES,
         "llm_tools/PD_separate/start_servers.sh",
         "llm_tools/PD_separate/pd_ranktable_tools.py",
         "modules/vllm/entrypoints/api_server.py",
@@ -161,11 +165,36 @@ assert same_llm is LLM and same_params is SamplingParams and result.finished and
 print(result.outputs.text)
 """,
     "vllm": """
-from vllm import LLM, SamplingParams
+from vllm import LLM, EngineArgs, LLMEngine, SamplingParams, TokensPrompt
+from vllm.beam_search import BeamSearchOutput
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs as same_args
+from vllm.engine.async_llm_engine import AsyncLLMEngine
+from vllm.engine.llm_engine import LLMEngine as same_engine
+from vllm.entrypoints.llm import LLM as same_llm
+from vllm.inputs import TextPrompt
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams as same_params
-(result,) = LLM(model="", num_gpu_blocks_override=64).chat(MESSAGES, SamplingParams(temperature=0))
-assert same_params is SamplingParams and result.finished and LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams as same_params, StructuredOutputsParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.reader import Counter
+assert (same_args, same_engine, same_llm, same_params) == (EngineArgs, LLMEngine, LLM, SamplingParams)
+assert AsyncLLM is AsyncLLMEngine and BeamSearchOutput and LoRARequest and PoolingParams and RequestOutputKind
+parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+parser.set_defaults(model="", num_gpu_blocks_override=64)
+parser.add_argument("--max-tokens", type=int)
+args = vars(parser.parse_args(["--max_tokens=20"]))
+max_tokens = args.pop("max_tokens")
+llm = LLM(**args)
+params = llm.get_default_sampling_params()
+params.max_tokens, params.temperature = max_tokens, 0
+(result,) = llm.chat(MESSAGES, params, use_tqdm=False)
+assert isinstance(result, RequestOutput) and result.finished
+choice = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]))
+for prompt in (TextPrompt(prompt="a"), TokensPrompt(prompt_token_ids=[5])):
+    assert llm.generate(prompt, choice, use_tqdm=False)[0].outputs[0].text == "yes"
+assert any(isinstance(metric, Counter) and metric.value for metric in llm.get_metrics())
 print(result.outputs[0].text)
 """,
 }

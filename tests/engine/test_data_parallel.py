@@ -20,8 +20,9 @@ from peft import LoraConfig, get_peft_model
 from serving import Served
 from transformers import Qwen3Config
 
-from penstock import LLM, AsyncLLM, LoRARequest, PenstockError, SamplingParams
+from penstock import LLM, AsyncLLM, LoRARequest, PenstockError
 from penstock.cli.main import main
+from penstock.core import SamplingParams
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.prompts import TokenizedPrompt
 

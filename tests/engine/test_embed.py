@@ -19,8 +19,8 @@ from serving import Served, Servers
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from penstock import LLM, LoRARequest, PenstockError, PoolingParams, SamplingParams, demo
-from penstock.core import Code, EngineRequest
+from penstock import LLM, LoRARequest, PenstockError, PoolingParams, demo
+from penstock.core import Code, EngineRequest, SamplingParams
 from penstock.engine.engine import Engine
 
 CONFIGS: dict[str, PreTrainedConfig] = {

@@ -27,8 +27,8 @@ from serving import Served
 from state_families import draw
 from transformers import Qwen3Config
 
-from penstock import LLM, LoRARequest, PenstockError, SamplingParams
-from penstock.core import EngineRequest
+from penstock import LLM, LoRARequest, PenstockError
+from penstock.core import EngineRequest, SamplingParams
 from penstock.engine.kv import disk_tier
 from penstock.engine.kv.block_pool import BlockPool
 from penstock.engine.kv.host_tier import HostTier

@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 from serving import Served, Servers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from penstock import LLM, AsyncLLM, LoRARequest, PenstockError, SamplingParams, demo
-from penstock.core import Code, EngineRequest
+from penstock import LLM, AsyncLLM, LoRARequest, PenstockError, demo
+from penstock.core import Code, EngineRequest, SamplingParams
 from penstock.engine.engine import Engine
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -13,8 +13,8 @@ from test_plan import LATENT
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, PreTrainedConfig
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
-from penstock import LLM, SamplingParams
-from penstock.core import EngineRequest
+from penstock import LLM
+from penstock.core import EngineRequest, SamplingParams
 
 PROMPTS = [[2 + (7 * i + n) % 290 for i in range(n)] for n in (1, 5, 20, 70)]
 LATENT_CONFIG = {**SMALL, **LATENT, "num_key_value_heads": 4, "qk_rope_head_dim": 16}

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from serving import Served
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams, demo
-from penstock.core import Code, EngineRequest, TokenDelta
+from penstock import LLM, GuidedDecodingParams, PenstockError, demo
+from penstock.core import Code, EngineRequest, SamplingParams, TokenDelta
 from penstock.engine.spec_decode.speculation import MAX_FAILURES
 from penstock.frontend.outputs import RequestOutput
 

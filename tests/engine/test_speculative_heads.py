@@ -31,9 +31,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from penstock import LLM, PenstockError, SamplingParams
+from penstock import LLM, PenstockError
 from penstock.cli.main import main
-from penstock.core import EngineRequest
+from penstock.core import EngineRequest, SamplingParams
 from penstock.planning.model_size import model_size_of
 
 VOCAB, SIZE, LAYERS = 300, 64, 6

@@ -11,8 +11,8 @@ import pytest
 from broken_calls import NAMES, SCHEMAS, broken_answer, encode_in_pieces
 from copying_model import copying_model, prompt_to_copy
 
-from penstock import LLM, SamplingParams
-from penstock.core import EngineRequest, GeneratedSequence
+from penstock import LLM
+from penstock.core import EngineRequest, GeneratedSequence, SamplingParams
 from penstock.engine.guided.reasoning_guide import make_guide
 from penstock.engine.sequence.plan import Plan, ScheduledSequence
 from penstock.engine.sequence.sequence import Sequence

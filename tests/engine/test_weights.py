@@ -22,8 +22,8 @@ from test_lora import adapter
 from test_speculation import with_head
 from transformers import Qwen3Config
 
-from penstock import LLM, PenstockError, SamplingParams
-from penstock.core import Code, EngineRequest, TokenDelta
+from penstock import LLM, PenstockError
+from penstock.core import Code, EngineRequest, SamplingParams, TokenDelta
 from penstock.engine.engine import Engine
 from penstock.engine.modes import WeightUpdateMode
 from penstock.models.decoder import Decoder

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from test_weights import perturbed
 from transformers import Qwen3Config
 
-from penstock import LLM, AsyncLLM, PenstockError, SamplingParams
-from penstock.core import Code
+from penstock import LLM, AsyncLLM, PenstockError
+from penstock.core import Code, SamplingParams
 from penstock.frontend.outputs import RequestOutput
 
 OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 300, "weight_cache_dir": "none"}

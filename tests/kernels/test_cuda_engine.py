@@ -30,9 +30,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from penstock import LLM, SamplingParams
+from penstock import LLM
 from penstock.config.options import EngineOptions
-from penstock.core import EngineRequest
+from penstock.core import EngineRequest, SamplingParams
 from penstock.engine.engine import Engine
 from penstock.ops import CaptureOptions, cuda
 

@@ -14,8 +14,8 @@ from executors import engine_options
 from torch import Tensor
 from transformers import AutoTokenizer, BertConfig
 
-from penstock import LLM, PenstockError, PoolingParams, SamplingParams
-from penstock.core import Code, EngineRequest
+from penstock import LLM, PenstockError, PoolingParams
+from penstock.core import Code, EngineRequest, SamplingParams
 from penstock.engine.engine import Engine
 from penstock.planning.kv_size import kv_specs
 from penstock.planning.model_size import model_size_of

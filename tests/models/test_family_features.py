@@ -28,10 +28,10 @@ from repository import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from penstock import GuidedDecodingParams, LoRARequest, PenstockError, SamplingParams
+from penstock import GuidedDecodingParams, LoRARequest, PenstockError
 from penstock.calibration.options import QuantizeOptions
 from penstock.calibration.quantize import quantize
-from penstock.core import Code, EngineRequest
+from penstock.core import Code, EngineRequest, SamplingParams
 from penstock.frontend.llm import LLM
 from penstock.models import registry
 from penstock.planning.kv_size import weight_bytes

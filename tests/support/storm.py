@@ -26,7 +26,8 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from serving import START_TIMEOUT, Served, count_files_and_threads, num_sockets, worker_pids
 
-from penstock import LLM, SamplingParams
+from penstock import LLM
+from penstock.core import SamplingParams
 from penstock.engine.service import messages as engine_messages
 from penstock.frontend.gateway import NUM_ENCODE_THREADS
 

@@ -143,21 +143,6 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True, omit_defaults=Tr
         return getattr(self, field) not in NO_EFFECT.get(field, (None, (), 0, False))
 
     @property
-    def num_sequences(self) -> int:
-        """Number of sequences to generate: ``best_of``, or ``n`` if it is None."""
-        return self.best_of or self.n
-
-    @property
-    def num_returned(self) -> int:
-        """Number of sequences that the engine returns: ``n`` in beam search, otherwise all generated ones."""
-        return self.n if self.use_beam_search else self.num_sequences
-
-    @property
-    def greedy(self) -> bool:
-        """True if each step takes the most likely token."""
-        return self.temperature == 0
-
-    @property
     def needs_token_values(self) -> bool:
         """True if sampling needs the ids of all previous tokens: for bad words and penalties."""
         penalties = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0

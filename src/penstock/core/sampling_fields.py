@@ -83,6 +83,21 @@ class SamplingFields(msgspec.Struct, kw_only=True, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     """Accepted for compatibility with vLLM; must be True."""
 
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences to generate: ``best_of``, or ``n`` if it is None."""
+        return self.best_of or self.n
+
+    @property
+    def num_returned(self) -> int:
+        """Number of sequences that the engine returns: ``n`` in beam search, otherwise all generated ones."""
+        return self.n if self.use_beam_search else self.num_sequences
+
+    @property
+    def greedy(self) -> bool:
+        """True if each step takes the most likely token."""
+        return self.temperature == 0
+
     def replace(self, **changes: object) -> Self:
         """Return a validated copy with ``changes``."""
         return msgspec.structs.replace(self, **changes)

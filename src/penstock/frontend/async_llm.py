@@ -24,8 +24,8 @@ from .arguments import (
     sampling_of,
 )
 from .fastdeploy_outputs import FastDeployOutput
+from .generating_llm import AS_NEEDED, NO_TOKENIZER_OPTIONS
 from .input_processor import NO_GENERATION
-from .llm import AS_NEEDED, NO_TOKENIZER_OPTIONS
 from .managed_async_llm import ManagedAsyncLLM
 from .output_kinds import Deltas
 from .outputs import EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
 
 else:
-    _Options = make_dataclass("_Options", [(name, Any, None) for name in NAMES if name != "model"], kw_only=True)
-    _Options = make_dataclass("_Options", [("model", str, "")], bases=(_Options,), kw_only=True)
+    _Options = make_dataclass("_Options", [(name, Any, None) for name in NAMES], kw_only=True)
 
 
 class EngineArgs(_Options):

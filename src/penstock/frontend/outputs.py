@@ -15,6 +15,8 @@ import msgspec
 from penstock.core import Failure, LoRARequest, PenstockError, PerfMetrics
 from penstock.text import Message
 
+from .request_times import RequestMetrics, RequestTimes
+
 if TYPE_CHECKING:
     import torch
 
@@ -57,46 +59,6 @@ class CompletionOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
-
-
-@dataclass(slots=True)
-class RequestTimes:
-    """Times of a request: points on the monotonic clock and durations, in seconds."""
-
-    arrived: float = field(default_factory=time.monotonic)
-    first_token: float | None = None
-    last_token: float | None = None
-    queued: float = 0.0
-    """Duration from arrival to the first step."""
-    sent: float | None = None
-    """Time at which the request was sent to the engine."""
-    detokenizing: float = 0.0
-    """Duration of detokenization; traced requests only."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestMetrics:
-    """Times of a request under vLLM's names, in seconds. Names with ``_ts`` are on the monotonic clock, names with
-    ``_time`` (except ``time_in_queue``) are Unix timestamps. None: not reached yet."""
-
-    arrival_time: float
-    queued_ts: float
-    """Arrival."""
-    scheduled_ts: float
-    """First step."""
-    first_token_ts: float | None
-    last_token_ts: float | None
-    first_token_latency: float | None
-    """Duration from arrival to the first token."""
-    num_generation_tokens: int
-    """Number of generated tokens of all sequences."""
-    time_in_queue: float
-    """Duration from arrival to the first step."""
-    first_scheduled_time: float
-    first_token_time: float | None
-    last_token_time: float | None
-    finished_time: float | None
-    """``last_token_time`` of a finished request."""
 
 
 @dataclass(slots=True)
@@ -147,23 +109,7 @@ class RequestOutput:
     @property
     def metrics(self) -> RequestMetrics:
         """Times of the request, under vLLM's names."""
-        times, offset = self.times, time.time() - time.monotonic()
-        first, last = times.first_token, times.last_token
-        last_time = None if last is None else last + offset
-        return RequestMetrics(
-            arrival_time=times.arrived + offset,
-            queued_ts=times.arrived,
-            scheduled_ts=times.arrived + times.queued,
-            first_token_ts=first,
-            last_token_ts=last,
-            first_token_latency=None if first is None else first - times.arrived,
-            num_generation_tokens=sum(len(output.token_ids) for output in self.outputs),
-            time_in_queue=times.queued,
-            first_scheduled_time=times.arrived + times.queued + offset,
-            first_token_time=None if first is None else first + offset,
-            last_token_time=last_time,
-            finished_time=last_time if self.finished else None,
-        )
+        return RequestMetrics.of(self.times, sum(len(output.token_ids) for output in self.outputs), self.finished)
 
     @property
     def is_waiting(self) -> bool:
@@ -183,28 +129,6 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return all(output.finished for output in self.outputs)
-
-
-@dataclass(slots=True)
-class BeamSearchSequence:
-    """One result of a beam search."""
-
-    tokens: list[int]
-    """Token ids of the prompt and the output."""
-    text: str
-    """Text of ``tokens``."""
-    cum_logprob: float
-    """Log probability (natural logarithm) of the output."""
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    lora_request: LoRARequest | None = None
-
-
-@dataclass(slots=True)
-class BeamSearchOutput:
-    """Results of a beam search, the best first."""
-
-    sequences: list[BeamSearchSequence]
 
 
 @dataclass(frozen=True, slots=True)
