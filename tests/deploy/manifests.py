@@ -20,13 +20,18 @@ CUSTOM = ("monitoring.coreos.com", "keda.sh", "gateway.networking.k8s.io")
 """API groups of custom resources, whose schemas Kubernetes does not have."""
 
 
-def lint(package: str, command: str, *arguments: str | Path) -> None:
-    """Run a linter; skip the test if it is not installed."""
+def tool(package: str, command: str) -> str:
+    """Path of a command; skip the test if it is not installed."""
     local = Path(sys.executable).with_name(command)
     found = str(local) if local.exists() else shutil.which(command)
     if found is None:
         pytest.skip(f"needs {command} (pip install {package})")
-    result = subprocess.run([found, *map(str, arguments)], capture_output=True, text=True)
+    return found
+
+
+def lint(package: str, command: str, *arguments: str | Path) -> None:
+    """Run a linter; skip the test if it is not installed."""
+    result = subprocess.run([tool(package, command), *map(str, arguments)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

