@@ -18,6 +18,8 @@ import transformers
 from checkpoints import SMALL, randomize, save
 from families import gemma4_moe
 from peft import LoraConfig, get_peft_model
+from quantized import KINDS as QUANTIZED
+from quantized import quantize_checkpoint
 from safetensors.torch import load_file, save_file
 from test_families import GREEDY, OPTIONS, PROMPTS, bfloat16_errors, check
 from test_speculative_heads import eagle3
@@ -334,3 +336,16 @@ def test_adapter_matches_peft(name: str, tmp_path: Path) -> None:
 def test_bfloat16_error_is_near_that_of_transformers(tmp_path: Path) -> None:
     ours, library = bfloat16_errors(tmp_path, draw_with_experts(1, tmp_path))
     assert ours <= 1.2 * library
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bitsandbytes nf4", "nvfp4 of Model Optimizer"])
+@pytest.mark.parametrize("name", ["Gemma4", "Gemma3n"])
+def test_quantized_checkpoint_matches_transformers(name: str, kind: str, tmp_path: Path) -> None:
+    """All linear modules of the layers are quantized whose rows consist of whole groups."""
+    save_dense(name, tmp_path)
+
+    def is_quantized(tensor: str, outputs: int, inputs: int) -> bool:
+        return ".layers." in tensor and "per_layer" not in tensor and inputs % 32 == 0 and outputs * inputs % 64 == 0
+
+    check(tmp_path, quantize_checkpoint(tmp_path, QUANTIZED[kind], is_quantized), error_ratio=4.0)
