@@ -134,6 +134,15 @@ def test_stopped_answer_can_be_continued(servers: Servers, page: Page) -> None:
 
 
 @pytest.mark.slow
+def test_full_context_is_reported_and_not_continued(page: Page) -> None:
+    with Served("--max-model-len", "64", "--num-gpu-blocks-override", "100") as server:
+        show(page, server.root)
+        ask(page, "Tell me a short story about a dog.")
+        expect(page.locator(".message.assistant .problem")).to_contain_text("The context is full", timeout=30_000)
+        expect(page.get_by_role("button", name="Continue")).to_have_count(0)
+
+
+@pytest.mark.slow
 def test_reasoning_is_folded(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
     settings(page, thinking="on", temperature=0)
@@ -371,28 +380,59 @@ def test_page_has_no_accessibility_violations(servers: Servers, browser: Browser
     context.close()
 
 
+TEXT = """The sum of the first $n$ numbers:
+
+$$\\sum_{k=1}^{n} k = \\frac{n(n + 1)}{2}$$
+
+```python
+def triangle(n: int) -> int:
+    return n * (n + 1) // 2  # exact
+```
+
+| n | sum |
+|--:|--:|
+| 10 | 55 |
+| 100 | 5,050 |
+
+What is 10 times 11?"""
+
+
 @pytest.mark.slow
-def test_picture_of_a_chat(servers: Servers, page: Page) -> None:
-    """The pictures of the documentation: an answer with the probabilities of a token, and the page on a phone."""
+def test_tokens_of_a_chat_show_alternatives(servers: Servers, page: Page) -> None:
+    """Also makes the pictures of the documentation."""
     page.set_viewport_size({"width": 1440, "height": 900})
     show(page, servers.get().root)
-    ask(page, "What is 348 + 127?")
-    assert "475" in answered(page)
+    for question in (
+        "What is 348 + 127?",
+        "Sort these numbers: 31, 7, 94, 58",
+        CHINESE_QUESTION,
+        "Spell the word rain.",
+    ):
+        page.keyboard.press("Control+Shift+o")
+        ask(page, question)
+        answered(page)
     page.keyboard.press("Control+Shift+o")
-    settings(page, logprobs=True, temperature=0)
-    ask(page, "What is the opposite of empty?")
-    answered(page)
-    page.get_by_role("button", name="Token probabilities").click()
+    settings(page, logprobs=True, temperature=0.8, seed=1)
+    page.keyboard.press("Control+,")
     ask(page, QUESTION)
-    assert ANSWER in answered(page, 1)
+    assert ANSWER in answered(page)
+    ask(page, "Tell me a short story about a dog.")
+    answered(page, 1)
     page.locator(".tokens").last.focus()
-    for _ in range(6):
+    for _ in range(13):
         page.keyboard.press("ArrowRight")
-    expect(page.locator("#tip tr")).to_have_count(5)
+    expect(page.locator("#tip tr")).not_to_have_count(0)
     token = page.locator(".tokens .at").text_content()
-    expect(page.locator("#tip td b")).to_have_text(json.dumps(token))
+    expect(page.locator("#tip td b").first).to_have_text(json.dumps(token))
     save_screenshot(page, "web-playground.png")
     page.emulate_media(color_scheme="dark")
+    page.keyboard.press("Control+Shift+o")
+    settings(page, logprobs=False, temperature=0)
+    page.keyboard.press("Control+,")
+    ask(page, TEXT)
+    answered(page)
+    page.locator("#prompt").focus()
+    save_screenshot(page, "web-dark.png")
     page.set_viewport_size({"width": 390, "height": 844})
     page.keyboard.press("Control+Shift+o")
     expect(page.locator(".example")).to_have_count(4)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 from serving import Served, Servers
-from web_page import LONG, PICTURES, evaluate, needs_chromium, save_screenshot, show
+from web_page import LIBRARIES, LONG, PICTURES, evaluate, needs_chromium, save_screenshot, show
 
 pytestmark = needs_chromium
 
@@ -42,6 +42,21 @@ def load(server: Served) -> Iterator[None]:
             thread.join()
 
 
+def painted(page: Page, chart: str, name: str) -> int:
+    """Number of pixels of a chart that have a colour of the style sheet."""
+    colour = evaluate(page, "ui/theme.js", "m.colour(given)", name)
+    red, green, blue = (int(value) for value in re.findall(r"\d+", colour)[:3])
+    code = """(canvas, [red, green, blue]) => {
+      const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+      let found = 0;
+      for (let i = 0; i < data.length; i += 4) {
+        found += data[i] === red && data[i + 1] === green && data[i + 2] === blue;
+      }
+      return found;
+    }"""
+    return int(page.locator(f"{chart} canvas").evaluate(code, [red, green, blue]))
+
+
 @pytest.mark.slow
 def test_live_view_shows_sequences_and_blocks(servers: Servers, page: Page) -> None:
     server = servers.get("--num-gpu-blocks-override", "400")
@@ -58,6 +73,9 @@ def test_live_view_shows_sequences_and_blocks(servers: Servers, page: Page) -> N
         if PICTURES.name:
             page.wait_for_timeout(40_000)  # a picture of a longer history
         page.check("#hold")
+        if LIBRARIES.exists():
+            for chart, name in (("#chart-tokens", "first"), ("#chart-queue", "first"), ("#chart-itl", "first")):
+                assert painted(page, chart, name) > 50, f"{chart} is empty"
         rows.first.locator("button").click()
         expect(rows.first.locator("button")).to_have_attribute("aria-pressed", "true")
         page.locator("#chart-steps").focus()

@@ -1,5 +1,6 @@
 // The state of an answer while its stream arrives.
 
+import { currentModel } from "../api/models.js";
 import { tokensPerSecond } from "./speed.js";
 
 const now = () => performance.now() / 1000;
@@ -45,6 +46,7 @@ export class AnswerState {
       tokens,
       prompt: this.usage?.prompt_tokens ?? null,
       cached: this.usage?.prompt_tokens_details?.cached_tokens ?? null,
+      context: currentModel()?.context ?? null,
     };
   }
 }

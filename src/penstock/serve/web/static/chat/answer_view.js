@@ -10,10 +10,13 @@ import { branchSwitch } from "./branches.js";
 import { CUT, FAILED, STOPPED } from "./generate.js";
 import { toolCallView } from "./tool_call.js";
 
+/** Finish of an answer that filled the model's context. */
+const FULL = "full";
 const PROBLEMS = {
   [CUT]: ["The answer was cut.", "The stream ended without its end marker: the server, a proxy or the network closed it. Continue or try again."],
   [FAILED]: ["The request failed.", ""],
-  length: ["The answer reached its maximum length.", "Continue it, or raise max_tokens in the settings. A full context cannot be continued."],
+  length: ["The answer reached its maximum length.", "Continue it, or raise max_tokens in the settings."],
+  [FULL]: ["The context is full.", "Start a new conversation, or edit an earlier message."],
 };
 
 export class AnswerView {
@@ -36,6 +39,12 @@ export class AnswerView {
 
   get isRunning() {
     return Boolean(this.conversation.running) && this.message.finish === null;
+  }
+
+  get finish() {
+    const { finish, stats } = this.message;
+    if (finish === "length" && stats?.context && stats.prompt + stats.tokens >= stats.context) return FULL;
+    return finish ?? CUT;
   }
 
   /** Draw at the next frame. */
@@ -84,7 +93,7 @@ export class AnswerView {
     this.drawProblem();
     const copy = iconButton("copy", "Copy", () => copyFrom(copy, message.content));
     const buttons = [branchSwitch(conversation, message, actions), copy, iconButton("again", "Regenerate", () => actions.regenerate(message))];
-    if (message.content && [CUT, STOPPED, "length"].includes(message.finish ?? CUT) && conversation.record.leaf === message.id) {
+    if (message.content && [CUT, STOPPED, "length"].includes(this.finish) && conversation.record.leaf === message.id) {
       buttons.push(iconButton("resume", "Continue", () => actions.resume(message), { compact: false, className: "plain" }));
     }
     if (message.tokens?.length) {
@@ -98,12 +107,11 @@ export class AnswerView {
   }
 
   drawProblem() {
-    const { error } = this.message;
-    const finish = this.message.finish ?? CUT;
+    const { finish, message: { error } } = this;
     const [title, hint] = PROBLEMS[finish] ?? [];
     this.problem.hidden = !title;
     if (!title) return;
-    this.problem.classList.toggle("mild", finish === "length");
+    this.problem.classList.toggle("mild", ["length", FULL].includes(finish));
     this.problem.replaceChildren(icon("alert"), make("div", {}, make("b", {}, error?.message ?? title), make("p", {}, error?.hint || hint)));
   }
 

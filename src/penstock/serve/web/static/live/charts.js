@@ -33,7 +33,7 @@ async function draw(element, optionsOf, data, range = null) {
   if (plot.width !== width) plot.setSize({ width, height: HEIGHT });
   plot.setData(data, !range);
   if (range) plot.setScale("x", range);
-  plot.redraw(true, true);
+  else plot.redraw(false, true);  // names of the buckets
 }
 
 /** Lines over the last two minutes. series: [{name, shade}]; `data`: times and a row for each series. */
