@@ -26,6 +26,7 @@ from web_page import (
     ask,
     evaluate,
     needs_chromium,
+    needs_libraries,
     save_screenshot,
     settings,
     show,
@@ -437,6 +438,23 @@ def test_tokens_of_a_chat_show_alternatives(servers: Servers, page: Page) -> Non
     page.keyboard.press("Control+Shift+o")
     expect(page.locator(".example")).to_have_count(4)
     save_screenshot(page, "web-phone.png")
+
+
+# --- HTTP API ---------------------------------------------------------------------------------------------------------
+
+
+@needs_libraries
+@pytest.mark.slow
+def test_api_page_lists_operations_and_sends_requests_with_key(page: Page) -> None:
+    with Served("--api-key", "open sesame") as server:
+        page.goto(f"{server.root}/docs")
+        page.locator("#key").fill("open sesame")
+        page.keyboard.press("Enter")
+        operation = page.locator(".opblock", has_text="/v1/models").first
+        operation.locator(".opblock-summary-control").click(timeout=30_000)
+        operation.get_by_role("button", name="Try it out").click()
+        operation.get_by_role("button", name="Execute").click()
+        expect(operation.locator(".live-responses-table")).to_contain_text("penstock-demo")
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 STATIC = Path(__file__).with_name("static")
+PAGES = {"/": "index.html", "/docs": "docs.html"}
+"""HTML documents by path."""
 LIBRARIES = Path(__file__).parent / "libraries" / "files"
 """Folder of the fetched libraries; missing if the package was built without npm."""
 MEDIA_TYPES = {
@@ -92,7 +94,7 @@ def library_files() -> Iterator[PageFile]:
 
 def page_paths() -> frozenset[str]:
     """Paths of the page's files."""
-    return frozenset(("/", *(file.path for file in (*static_files(), *library_files()))))
+    return frozenset((*PAGES, *(file.path for file in (*static_files(), *library_files()))))
 
 
 def describe_libraries() -> str:

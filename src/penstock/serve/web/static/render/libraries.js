@@ -32,3 +32,4 @@ export const loadPurify = () => script("purify.min.js", "DOMPurify");
 export const loadHighlight = () => once("highlight", async () => (await import(addresses["highlight.min.js"])).default);
 export const loadMath = async () => (await Promise.all([script("temml.min.js", "temml"), style("Temml-Local.css")]))[0];
 export const loadPlot = async () => (await Promise.all([script("uPlot.iife.min.js", "uPlot"), style("uPlot.min.css")]))[0];
+export const loadReference = async () => (await Promise.all([script("swagger-ui-bundle.js", "SwaggerUIBundle"), style("swagger-ui.css")]))[0];

@@ -15,18 +15,18 @@ export function colour(name) {
   return value;
 }
 
-const current = () => localStorage.getItem(STORED) ?? (dark.matches ? "dark" : "light");
+export const theme = () => localStorage.getItem(STORED) ?? (dark.matches ? "dark" : "light");
 
 /** Apply the theme; `onChange` runs after each change. */
 export function startTheme(onChange) {
   const apply = () => {
     const stored = localStorage.getItem(STORED);
     if (stored) document.documentElement.dataset.theme = stored;
-    $("theme").title = `Theme: ${current()}`;
+    $("theme").title = `Theme: ${theme()}`;
     onChange();
   };
   $("theme").addEventListener("click", () => {
-    localStorage.setItem(STORED, current() === "dark" ? "light" : "dark");
+    localStorage.setItem(STORED, theme() === "dark" ? "light" : "dark");
     apply();
   });
   dark.addEventListener("change", apply);

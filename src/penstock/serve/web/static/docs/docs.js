@@ -1,0 +1,31 @@
+// The HTTP API: the server's OpenAPI document, shown by Swagger UI.
+
+import { call } from "../api/client.js";
+import { storedKey } from "../api/key.js";
+import { hasLibraries, loadReference } from "../render/libraries.js";
+import { $, drawIcons } from "../ui/dom.js";
+import { startTheme, theme } from "../ui/theme.js";
+
+const NO_LIBRARIES = "This build cannot show the API: it was made without npm. The OpenAPI document is at openapi.json.";
+
+async function start() {
+  if (!hasLibraries) return void ($("state").textContent = NO_LIBRARIES);
+  const [bundle, answer] = await Promise.all([loadReference(), call("openapi.json")]);
+  bundle({
+    spec: await answer.json(),
+    domNode: $("reference"),
+    docExpansion: "list",
+    defaultModelsExpandDepth: 0,
+    filter: true,
+    requestInterceptor(request) {
+      if (storedKey()) request.headers.Authorization = `Bearer ${storedKey()}`;
+      return request;
+    },
+    validatorUrl: null,
+  });
+  $("state").hidden = true;
+}
+
+drawIcons();
+startTheme(() => document.documentElement.classList.toggle("dark-mode", theme() === "dark"));
+start().catch((error) => { $("state").textContent = `${error.message} ${error.hint ?? ""}`; });
