@@ -22,12 +22,13 @@ WIDTH = 64
 MAX_ROW_PRODUCT = 2**20
 """Maximum number of weights in a product with a part of a parameter, which is computed row by row."""
 MATMUL = {torch.matmul, torch.mm, Tensor.matmul, Tensor.__matmul__, Tensor.mm}
+NAMES = ("sigmoid", "exp", "tanh", "log", "log1p", "erf", "expm1", "sin", "cos", "rsqrt", "exp2")
 ELEMENTWISE = {
-    *(getattr(where, name) for where in (torch, Tensor) for name in ("sigmoid", "exp", "tanh", "log", "log1p", "erf")),
-    *(getattr(where, name) for where in (torch, Tensor) for name in ("expm1", "sin", "cos", "rsqrt", "exp2")),
+    *(getattr(where, name) for where in (torch, Tensor) for name in NAMES),
     *(F.silu, F.gelu, F.softplus, F.mish, F.elu, F.logsigmoid, F.sigmoid, F.tanh, F.selu, torch.special.expit),
 }
 """Functions of each element alone."""
+IN_PLACE = {getattr(Tensor, f"{name}_"): getattr(Tensor, name) for name in NAMES}
 CONVERSIONS = {Tensor.float, Tensor.to, Tensor.type, Tensor.t, Tensor.transpose, Tensor.contiguous, torch.t}
 """Functions whose result for a parameter is kept."""
 TRANSPOSED = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT"))
@@ -64,6 +65,8 @@ class BatchInvariance(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in ELEMENTWISE:
             return self._elementwise(func, args, kwargs)
+        if func in IN_PLACE:
+            return args[0].copy_(self._elementwise(IN_PLACE[func], args, kwargs))
         if func is F.linear:
             return self._linear(*args, **kwargs)
         if func in MATMUL and len(args) == 2:
@@ -81,7 +84,7 @@ class BatchInvariance(TorchFunctionMode):
         if x.dim() and not size % WIDTH and x.stride(-1) == 1:
             return func(x, *more, **kwargs)  # type: ignore[no-any-return]
         self.is_needed = True
-        rows = x.reshape(-1, size)
+        rows = x.reshape(-1, size).contiguous()
         computed: Tensor = func(pad(rows, (0, -size % WIDTH), value=1), *more, **kwargs)
         return computed[:, :size].reshape(x.shape)
 
