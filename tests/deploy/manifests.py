@@ -47,11 +47,18 @@ def helm() -> Any:
         pytest.skip("needs Helm's engine (pip install helm-python-sdk)")
 
 
-def render(values: dict[str, Any], name: str = "penstock", namespace: str = "default") -> list[dict[str, Any]]:
-    """Objects that Helm renders from the chart; the values are validated against its schema."""
+def render(
+    values: dict[str, Any], name: str = "penstock", namespace: str = "default", api_server: str = ""
+) -> list[dict[str, Any]]:
+    """Objects that Helm renders from the chart; the values are validated against its schema. With ``api_server``,
+    existing objects are read from there, as in an upgrade."""
     with helm().Chart.load(str(CHART)) as chart:
         chart.validate_schema(values)
-        files = chart.render(values, name=name, namespace=namespace)
+        if api_server:
+            with helm().Config(kube_apiserver=api_server, namespace=namespace) as config:
+                files = config.render(chart, values, name=name, namespace=namespace, is_upgrade=True)
+        else:
+            files = chart.render(values, name=name, namespace=namespace)
     return [document for path, text in files.items() if path.endswith(".yaml") for document in documents(text)]
 
 

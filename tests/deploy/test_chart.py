@@ -123,40 +123,6 @@ def test_strategy_needs_no_second_gpu_or_claim(values: dict[str, Any], expected:
         assert strategy["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "annotation"),
-    [
-        ({}, {"options": {"max_num_seqs": 8}}, "options"),
-        (KEYS, {"apiKeys": {"values": ["one", "three"]}}, "secrets"),
-        (KEYS, {"apiKeys": {"existingSecret": "keys"}}, "secrets"),
-        ({}, {"huggingFace": {"existingSecret": "hub"}}, "secrets"),
-        ({}, {"tls": {"existingSecret": "certificate"}}, "secrets"),
-        ({}, COMBINATIONS["environment"], "secrets"),
-        (
-            DISAGGREGATED | {"clusterSecret": {"existingSecret": "a"}},
-            DISAGGREGATED | {"clusterSecret": {"existingSecret": "b"}},
-            "secrets",
-        ),
-        (MOUNT, {"extraVolumes": [{"name": "adapters", "configMap": {"name": "others"}}]}, "config-maps"),
-    ],
-)
-def test_changed_secret_or_configuration_changes_its_checksum_only(
-    before: dict[str, Any], after: dict[str, Any], annotation: str
-) -> None:
-    first, second = (deployments(values) for values in (before, after))
-    for role in first:
-        old, new = (each[role]["template"]["metadata"]["annotations"] for each in (first, second))
-        assert {name for name in old | new if old.get(name) != new.get(name)} == {f"checksum/{annotation}"}
-
-
-def test_generated_cluster_secret_is_the_same_in_all_objects() -> None:
-    objects = render(DISAGGREGATED)
-    (secret,) = of_kind(objects, "Secret")
-    assert len(secret["data"]["cluster-secret"]) > 16
-    checksums = {str(each["spec"]["template"]["metadata"]["annotations"]) for each in of_kind(objects, "Deployment")}
-    assert len(checksums) == 1
-
-
 def test_tls_secret_makes_probes_registrations_and_scrapes_https() -> None:
     objects = render(COMBINATIONS["tls_disaggregated"] | {"serviceMonitor": {"enabled": True}})
     for pod in pods(objects):
