@@ -16,9 +16,8 @@ import httpx
 import pytest
 from serving import Served, children
 
-from penstock import LLM, AsyncLLM, demo
+from penstock import LLM, AsyncLLM, SamplingParams, demo
 from penstock.core import PenstockError
-from penstock.frontend.llm import SamplingParams
 from penstock.text.isolated_template import IsolatedTemplate, TemplatePool
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
