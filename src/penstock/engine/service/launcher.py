@@ -181,7 +181,7 @@ class EngineProcess:
         Raises ``PenstockError`` if the next process cannot load the weights, and has the current ones again, or does
         not start; ``watch`` then tries again.
         """
-        if self._process is None or self.is_lost or self._restarting:
+        if self._process is None or self.is_lost or self._restarting or self.closing:  # ``watch`` would not start it
             raise PenstockError(Code.UNAVAILABLE, f"{self._name} is not running, or is being restarted; try again soon")
         drain = drain or self._start_seconds > self.options.resume_timeout / 2
         self._restarting = asyncio.get_running_loop().create_future()
