@@ -63,6 +63,7 @@ def test_request_shown_as_curl_and_python_gets_same_answer(servers: Servers, pag
     assert run.stdout.strip() == answer, run.stderr
 
 
+@pytest.mark.slow
 def test_structured_output_and_wrong_values_are_shown(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
     settings(page, schema='{"type": "object"')
@@ -86,6 +87,7 @@ def test_structured_output_and_wrong_values_are_shown(servers: Servers, page: Pa
     expect(page.locator(".toast").last).to_contain_text("Correct the value")
 
 
+@pytest.mark.slow
 def test_tool_call_is_shown_and_result_can_be_sent(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
     settings(page, tools=json.dumps([WEATHER]), temperature=0)
@@ -160,6 +162,7 @@ def test_reasoning_is_folded(servers: Servers, page: Page) -> None:
 # --- Faults -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("tokens", "started", "first", "last", "expected"),
     [
@@ -198,6 +201,7 @@ def test_token_colours_show_whole_characters_and_no_special_token(servers: Serve
     expect(page.locator(".message.assistant .prose:visible")).to_contain_text(CHINESE_ANSWER)
 
 
+@pytest.mark.slow
 def test_completion_reports_that_tokens_have_no_bytes(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
     page.click("#toggle-settings")
@@ -293,6 +297,7 @@ def test_send_is_visible_on_a_phone_and_panels_are_closed(servers: Servers, page
         expect(page.locator(f"#toggle-{panel}")).to_be_focused()
 
 
+@pytest.mark.slow
 def test_page_is_usable_with_keyboard_only(servers: Servers, page: Page) -> None:
     """Ask, edit, cancel, rename, search, settings and help without a pointer."""
     show(page, servers.get().root)
@@ -327,6 +332,7 @@ def test_page_is_usable_with_keyboard_only(servers: Servers, page: Page) -> None
     expect(page.locator("#prompt")).to_be_focused()
 
 
+@pytest.mark.slow
 def test_theme_button_changes_colours_and_is_kept(servers: Servers, page: Page) -> None:
     page.emulate_media(color_scheme="light")
     show(page, servers.get().root)

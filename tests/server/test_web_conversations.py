@@ -51,6 +51,7 @@ def test_edit_and_new_answer_start_branches(servers: Servers, page: Page) -> Non
     expect(page.locator(".message.user .branches")).to_have_text("1 / 2")
 
 
+@pytest.mark.slow
 def test_several_answers_are_branches(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
     settings(page, n=3)
@@ -82,6 +83,7 @@ def test_answer_of_a_closed_page_is_kept_as_cut(servers: Servers, page: Page) ->
     expect(page.locator(".message.assistant .problem")).to_contain_text("The answer was cut")
 
 
+@pytest.mark.slow
 def test_conversations_are_searched_renamed_exported_and_deleted(servers: Servers, page: Page, tmp_path: Path) -> None:
     show(page, servers.get().root)
     for question in (QUESTION, "What is 348 + 127?"):

@@ -59,6 +59,7 @@ def test_markdown_of_a_message_is_rendered(servers: Servers, page: Page) -> None
     answered(page)
 
 
+@pytest.mark.slow
 def test_growing_text_keeps_finished_blocks_and_ends_as_whole_text(servers: Servers, page: Page) -> None:
     """Every prefix is shown; blocks before the last two are never replaced."""
     page.goto(servers.get().root)
@@ -83,6 +84,7 @@ def test_growing_text_keeps_finished_blocks_and_ends_as_whole_text(servers: Serv
     assert grown == whole
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("text", "closed"),
     [
@@ -120,6 +122,7 @@ def test_html_and_images_and_scripts_of_a_message_are_not_executed(servers: Serv
     assert page.title() != "no"
 
 
+@pytest.mark.slow
 def test_page_without_libraries_shows_plain_text_and_says_so(servers: Servers, page: Page) -> None:
     """As a build without npm sends it: the document names no libraries."""
 

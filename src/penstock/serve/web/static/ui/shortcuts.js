@@ -12,7 +12,8 @@ function nameOf(event) {
   return [...parts, event.key.toLowerCase()].filter(Boolean).join("+");
 }
 
-const shown = (name) => name.split("+").map((part) => make("kbd", {}, part === "ctrl" ? MODIFIER : part.length > 1 ? part[0].toUpperCase() + part.slice(1) : part.toUpperCase()));
+const SHOWN = { ctrl: MODIFIER, arrowup: "↑", enter: "Enter", shift: "Shift", escape: "Esc" };
+const shown = (name) => name.split("+").map((part) => make("kbd", {}, SHOWN[part] ?? part.toUpperCase()));
 
 /** Start shortcuts: [{keys, about, run, typing}]; `typing`: also in text fields. `run` returns false to leave the key alone. */
 export function startShortcuts(shortcuts) {
