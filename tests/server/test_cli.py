@@ -69,6 +69,7 @@ def test_doctor_reports_kernels_and_core_binding() -> None:
     assert report["fingerprint"].startswith(report["kernels"])
     assert report["isa"].split()[0] in report["built"].split(", ")
     assert "portable" in report["machine"].split(", ")
+    assert report["web page"].startswith(("with ", "plain text only"))
     assert re.fullmatch(r"\S+/penstock: \d+ files, \d+\.\d of at most \d+\.\d GiB", report["weights"])
 
 

@@ -120,6 +120,9 @@ def test_document_lists_known_paths_and_unique_operations(client: httpx.Client) 
     assert references <= document["components"]["schemas"].keys()
     names = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]
     assert len(set(names)) == len(names)
+    tags = {path: operation["tags"] for path, item in document["paths"].items() for operation in item.values()}
+    assert tags["/v1/chat/completions"] == ["openai"] and tags["/v1/messages"] == ["anthropic"]
+    assert tags["/health"] == ["operations"]
 
 
 def test_document_lists_every_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ from .http.middleware import (
     FINGERPRINT_HEADER,
     RESUMED_HEADER,
     TRUNCATED_HEADER,
+    WEB_PREFIX,
     WEIGHTS_HEADER,
     ApiKeyMiddleware,
     ApiKeys,
@@ -198,6 +199,9 @@ def _add_document(routes: Routes, strict: bool, root: str) -> None:
         schemas: dict[str, Any] = {}
         for prefix, types in routes.schemas.items():
             schemas |= components(types, prefix, strict)
+        for route in routes:
+            for described in routes.operations.get(route.path_format, {}).values():
+                described.setdefault("tags", [_tag(routes, route)])
         document: dict[str, Any] = {
             "openapi": "3.1.0",
             "info": {"title": "Penstock", "summary": "LLM serving with OpenAI's API.", "version": __version__},
@@ -215,6 +219,15 @@ def _add_document(routes: Routes, strict: bool, root: str) -> None:
         return Response(encoded, media_type="application/json")
 
     routes.append(Route("/openapi.json", described, access=Access.INFERENCE))
+
+
+def _tag(routes: Routes, route: Route) -> str:
+    """Tag of an operation: the dialect of its path, or "operations" for routes of the default dialect that are not for
+    inference."""
+    error_format = routes.error_formats.of_path(route.path)
+    if error_format is routes.error_formats.default and route.access is not Access.INFERENCE:
+        return "operations"
+    return "web page" if route.path.startswith(WEB_PREFIX) else error_format.dialect
 
 
 class _ErrorResponse(Response):

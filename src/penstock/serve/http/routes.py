@@ -69,7 +69,10 @@ class ErrorFormats:
         for by_head in self._by_head:
             if (recognized := by_head(scope)) is not None:
                 return recognized
-        path = scope["path"]
+        return self.of_path(scope["path"])
+
+    def of_path(self, path: str) -> ErrorFormat:
+        """Return the format for a path."""
         if exact := self._by_path.get(path):
             return exact
         longest = max((prefix for prefix in self._by_prefix if path.startswith(prefix)), key=len, default="")
