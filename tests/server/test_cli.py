@@ -8,11 +8,15 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 from penstock import PenstockError
+from penstock.cli.help_topics import TOPICS
+from penstock.config.settings import settings
 from penstock.frontend.hub import resolve
 from penstock.version import __version__
 
@@ -140,15 +144,37 @@ def test_serve_refuses_missing_model_and_warns_of_open_access(tmp_path: Path) ->
 
 def test_help_and_config_show_weight_cache_folder() -> None:
     folder = os.environ["XDG_CACHE_HOME"] + "/penstock"
-    assert f"default:{folder})" in re.sub(r"\s+", "", penstock("serve", "--help").stdout)
+    assert f"default:{folder})" in re.sub(r"\s+", "", penstock("serve", "--help=all").stdout)
     assert re.search(rf"weight_cache_dir +{folder} +default", penstock("config").stdout)
 
 
 def test_help_has_short_usage_and_one_spelling_per_flag() -> None:
-    page = penstock("serve", "--help").stdout
+    page = penstock("serve", "--help=all").stdout
     assert page.startswith("usage: penstock serve [MODEL] [options]\n")
     assert "--max-num-seqs INT" in page and "--max_num_seqs" not in page and "--no-trust-remote-code" not in page
     assert penstock("bench", "--help").stdout.startswith("usage: penstock bench [-h] KIND ...")
+
+
+def test_help_without_topic_is_short_and_names_topics() -> None:
+    assert penstock().stdout == penstock("--help").stdout
+    page = penstock("serve", "--help", COLUMNS="80").stdout.splitlines()
+    assert len(page) <= 60 and max(map(len, page)) <= 90
+    assert any(line.startswith("  --max-model-len TOKENS ") for line in page)
+    assert any(line.startswith("  kv-cache ") for line in page)
+
+
+def test_help_shows_topics_and_searches() -> None:
+    topic = penstock("serve", "--help=kv-cache").stdout
+    assert "--kv-offloading-size GIB" in topic and "--max-num-seqs" not in topic
+    assert "--kv-offloading-size GIB" in penstock("serve", "--help=offload").stdout
+    assert "--disable-log-requests" in penstock("serve", "--help=compat").stdout
+    wrong = penstock("serve", "--help=kvcach")
+    assert wrong.returncode == 2 and "did you mean --help=kv-cache?" in wrong.stderr
+
+
+def test_each_option_has_one_topic_of_the_help() -> None:
+    named = [name for topic in TOPICS.values() for name in topic.names]
+    assert sorted(named) == sorted(settings())
 
 
 def test_help_loads_no_torch_and_names_units() -> None:
@@ -190,3 +216,62 @@ def test_command_ends_quietly_if_reader_closes_pipe(command: str) -> None:
         and "Traceback" not in result.stderr
         and "BrokenPipe" not in result.stderr
     )
+
+
+# --- First steps ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--host", "nosuch.invalid", "--port", "0"], "host: nosuch.invalid cannot be resolved"),
+        (["serve", "nothere"], "model: there is no file or folder nothere, and nothere from "),
+        (["plan", "memory", "a", "--model", "b"], "model: is given twice, as a and --model b: remove one of them"),
+        (["bench", "latency", "./nothere"], "nothere"),
+        (["generate", "-m", "./nothere", "text"], "nothere"),
+    ],
+)
+def test_wrong_first_steps_are_explained(arguments: list[str], message: str) -> None:
+    result = penstock(*arguments, HF_ENDPOINT="http://127.0.0.1:9")
+    assert result.returncode == 2 and message in result.stderr.splitlines()[-1]
+
+
+def test_load_file_without_fields_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "load.json").write_text("{}")
+    result = penstock("plan", "experts", str(tmp_path / "load.json"), "--expert-parallel-size", "2")
+    assert result.returncode == 2 and "save the response of GET /expert_load" in result.stderr
+
+
+@pytest.mark.parametrize("redirection", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("command", ["config", "doctor", "chat"])
+def test_closed_standard_streams_end_without_traceback(command: str, redirection: str, tmp_path: Path) -> None:
+    given = "" if "<&-" in redirection else "</dev/null"
+    line = f"{sys.executable} -m penstock.cli.main {command} {redirection} {given}"
+    result = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0 and "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["serve", "--port", "0"], ["generate", "Hi"]])
+def test_interrupt_during_the_start_ends_without_traceback(command: list[str]) -> None:
+    """Python itself prints a traceback before the entry point is called. The script reports that it was called."""
+    script = """
+import sys
+shown = []
+def report(event, args):
+    if event == "import" and args[0] == "penstock.cli.main" and not shown:
+        shown.append(print(flush=True))
+sys.addaudithook(report)
+from penstock.cli.entry import main
+sys.exit(main())
+"""
+    for number in range(16):
+        with subprocess.Popen(
+            [sys.executable, "-c", script, *command], stdout=PIPE, stderr=PIPE, text=True, start_new_session=True
+        ) as process:
+            assert process.stdout and process.stderr
+            process.stdout.readline()
+            time.sleep(0.1 * number)  # the moment matters, not an event
+            os.killpg(process.pid, signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        assert "Traceback" not in errors

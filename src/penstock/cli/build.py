@@ -10,7 +10,7 @@ from penstock.core.errors import invalid
 
 from .build_folder import build, describe
 from .byte_size import byte_size
-from .flags import add_options, configure
+from .flags import add_model, add_options, configure
 
 OPTIONS = (
     *("model", "revision", "hf_token", "download_dir", "compat", "device", "ops", "threads", "dtype", "quantization"),
@@ -19,7 +19,7 @@ OPTIONS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    add_model(parser)
     parser.add_argument("--output-dir", "--output_dir", type=Path, required=True, help="the new engine folder")
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help="number of processes that pack ranks (default: 1)"
@@ -38,8 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.workers < 1:
         raise invalid("workers", f"must be at least 1, is {args.workers}", 1)
-    if args.model_tag is not None:
-        args.model = args.model_tag
     resolved = configure(args, "build")
     from .serve import download_model
 

@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 
 from .byte_size import byte_size
-from .flags import add_options, configure
+from .flags import add_model, add_options, configure
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model (as for --model), or an engine folder")
+    add_model(parser, "model (as for --model), or an engine folder")
     parser.add_argument("--output-dir", "--output_dir", type=Path, required=True, help="folder of the new checkpoint")
     parser.add_argument(
         "--max-shard-size",
@@ -38,8 +38,6 @@ def run(args: argparse.Namespace) -> int:
 
     from .serve import download_model
 
-    if args.model_tag is not None:
-        args.model = args.model_tag
     folder = Path(download_model(configure(args, "convert").configuration).engine.model)
     import torch
 

@@ -16,7 +16,9 @@ from penstock.config.profiles import Alias, Profile, load
 from penstock.config.profiles.vllm import DEFAULT_PROFILE
 from penstock.config.settings import Setting, settings, settings_of
 from penstock.config.sources import ResolvedConfiguration, convert_value, read
+from penstock.core.errors import invalid
 
+from .help_topics import add_topic_help
 from .parser import PROFILE_PREFIX, Parser
 
 TITLES = {"model": "model options", "engine": "engine options", "server": "server options", "log": "log options"}
@@ -39,6 +41,7 @@ def add_options(
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of options, overridden by environment variables and flags"
     )
+    add_topic_help(parser)
     added = [setting for setting in settings().values() if setting.section in sections or setting.name in names]
     parser.set_defaults(options=[setting.name for setting in added], profile=None)
     for section, title in TITLES.items():
@@ -47,6 +50,11 @@ def add_options(
             group = parser.add_argument_group(title)
             for setting in section_settings:
                 _add(group, setting)
+
+
+def add_model(parser: argparse.ArgumentParser, about: str = "the same as --model") -> None:
+    """Add the model as a positional argument to a command with ``add_options``."""
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help=about)
 
 
 def add_fields(parser: argparse.ArgumentParser, schema: type[msgspec.Struct], without: Collection[str] = ()) -> None:
@@ -75,6 +83,10 @@ def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfigurat
 
     Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or an invalid value.
     """
+    if (model := getattr(args, "model_tag", None)) is not None:
+        if getattr(args, "model", model) != model:
+            raise invalid("model", f"is given twice, as {model} and --model {args.model}: remove one of them")
+        args.model = model
     profile: Profile | None = args.profile
     flags = {name: getattr(args, name) for name in args.options if hasattr(args, name)}
     profile_flags = {name: PROFILE_PREFIX + name for name in profile.flags} if profile else {}

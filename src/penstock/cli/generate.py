@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, help="sampling temperature; 0: greedy (default: the model's)")
     parser.add_argument("--sampling-seed", type=int, help="seed for reproducible sampling (default: random)")
     add_options(parser)
+    parser.add_argument("-m", dest="model", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from penstock.core.machine_errors import start_failure
 from penstock.core.spelling import did_you_mean
 
 from .parser import Parser
-from .screen import replace_unprintable
+from .screen import open_closed_streams, replace_unprintable
 
 COMMANDS = {
     "serve": "start a server with the APIs of OpenAI and other systems (HTTP and gRPC)",
@@ -51,6 +51,7 @@ class _Version(argparse.Action):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status: 2, with a one-sentence error, for an invalid option or model."""
+    open_closed_streams()
     try:
         status = _main(arguments)
         sys.stdout.flush()
@@ -58,6 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output (head) has exited; also suppresses the error of the final flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 130
 
 
 def _main(arguments: list[str] | None) -> int:
@@ -71,7 +74,10 @@ def _main(arguments: list[str] | None) -> int:
         parsers[name] = commands.add_parser(
             name, help=about, description=description, allow_abbrev=False, conflict_handler="resolve"
         )
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in parsers:
+    if not arguments:
+        parser.print_help()
+        return 0
+    if not arguments[0].startswith("-") and arguments[0] not in parsers:
         hint = did_you_mean(arguments[0], COMMANDS)
         print(f"penstock: there is no command {arguments[0]}{hint}; penstock --help lists all", file=sys.stderr)
         return 2
@@ -103,8 +109,6 @@ def _main(arguments: list[str] | None) -> int:
             raise
         print(f"penstock {arguments[0] if arguments else ''}: {failure.message}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 def _run(parser: argparse.ArgumentParser, parsers: Mapping[str, argparse.ArgumentParser], arguments: list[str]) -> int:

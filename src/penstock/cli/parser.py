@@ -42,13 +42,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
     def format_help(self) -> str:
+        self.shorten_usage()
+        return super().format_help()
+
+    def shorten_usage(self) -> None:
+        """Replace the flags of the usage line by ``[options]`` if there are many."""
         if self.usage is None and sum(bool(action.option_strings) for action in self._actions) > MAX_USAGE_FLAGS:
             positionals = [action for action in self._actions if not action.option_strings]
             names = [str(action.metavar or action.dest.upper()) for action in positionals]
             optional = [action.nargs in (argparse.OPTIONAL, argparse.ZERO_OR_MORE) for action in positionals]
             shown = [f"[{name}]" if each else name for name, each in zip(names, optional, strict=True)]
             self.usage = " ".join(["%(prog)s", *shown, "[options]"])
-        return super().format_help()
 
 
 def exit_status(parser: argparse.ArgumentParser, work: Callable[[], int | None]) -> int:
@@ -66,7 +70,8 @@ def add_kinds(parser: argparse.ArgumentParser, package: str, kinds: Mapping[str,
     """Add subcommands to a command: ``kinds`` has module (in ``package``) and description by name."""
     subparsers = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     for name, (module, about) in kinds.items():
+        description = f"{about[0].upper()}{about[1:]}."
         kind = subparsers.add_parser(
-            name, help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
+            name, help=about, description=description, allow_abbrev=False, conflict_handler="resolve"
         )
         import_module(f"{package}.{module}").add_arguments(kind)

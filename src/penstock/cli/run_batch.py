@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
+
 from penstock.config.options import Configuration, EngineOptions
 from penstock.config.progress import Progress, print_line
 from penstock.core.errors import invalid
@@ -82,9 +84,12 @@ async def _answer(configuration: Configuration, path: Path, results: Results, st
     """Process the remaining lines; returns True if all of them got a successful result."""
     async with _engine(configuration) as (service, watch):
         with Progress("requests", state.left, "request", print_line("run-batch")) as bar:
+            first_failure = ""
 
             def record(custom_id: str | None, response: BatchResponse | None, error: BatchError | None) -> None:
+                nonlocal first_failure
                 results.add(custom_id, response, error)
+                first_failure = first_failure or failure_of(custom_id, response, error)
                 bar.update()
 
             work, started = Work(lambda line: service, watch, record), time.monotonic()
@@ -94,6 +99,8 @@ async def _answer(configuration: Configuration, path: Path, results: Results, st
             finally:
                 bar.close()
                 print(_summary(work, state, time.monotonic() - started), file=sys.stderr)
+                if first_failure:
+                    print(f"penstock run-batch: the first that failed: {first_failure}", file=sys.stderr)
     return work.failed == 0 and not work.stopped
 
 
@@ -119,6 +126,17 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ServedMod
         await process.close()
         await watch
         await gateway.close()
+
+
+def failure_of(custom_id: str | None, response: BatchResponse | None, error: BatchError | None) -> str:
+    """Why a line has no successful result; empty if it has one."""
+    if error:
+        return error.message
+    if response is None or response.status_code == 200:
+        return ""
+    body = msgspec.json.decode(response.body)
+    message = body.get("error", {}).get("message") if isinstance(body, dict) else None
+    return f"{custom_id}: {message or f'status {response.status_code}'}"
 
 
 def _summary(work: Work, state: BatchState, seconds: float) -> str:

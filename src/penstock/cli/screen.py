@@ -13,6 +13,19 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1))
 
 
+def open_closed_streams() -> None:
+    """Open the null device for standard streams that are closed, so that no socket or file gets their numbers."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is not None:
+            continue
+        opened = os.open(os.devnull, os.O_RDWR)
+        if opened != number:
+            os.dup2(opened, number)
+            os.close(opened)
+        os.set_inheritable(number, True)
+        setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
 def has_escapes() -> bool:
     """True if standard output is a terminal that supports escape sequences."""
     return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")

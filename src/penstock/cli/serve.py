@@ -25,7 +25,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
 from .compat import model_repository, service_json
-from .flags import TITLES, add_options, configure
+from .flags import TITLES, add_model, add_options, configure
 from .served_models import served_models
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    add_model(parser)
     parser.add_argument("--service-json", metavar="FILE", help="EAS service description of a BladeLLM service")
     parser.add_argument("--model-repository", metavar="FOLDER", help="Triton model repository of TensorRT-LLM models")
     add_options(parser, tuple(TITLES))
@@ -50,10 +50,6 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     from penstock.serve.process.supervisor import Supervisor
 
-    if args.model_tag is not None:
-        if getattr(args, "model", args.model_tag) != args.model_tag:
-            raise invalid("model", f"is given twice, as {args.model_tag} and --model {args.model}: remove one of them")
-        args.model = args.model_tag
     configuration = with_role(with_rank_tables(configure(args, "serve").configuration))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         configuration = _with_torchrun(configuration)

@@ -185,7 +185,8 @@ def _read(path: str, kind: type[T], field: str) -> T:
     try:
         return msgspec.json.decode(read_text_file(Path(path), field), type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise invalid(field, f"{path} cannot be parsed: {error}") from error
+        advice = "save the response of GET /expert_load" if field == "load" else "write it with penstock plan experts"
+        raise invalid(field, f"{path} cannot be parsed: {error}; {advice}") from error
 
 
 def plan(report: ExpertLoadReport, ranks: int, redundant: int = 0) -> ExpertPlacement:

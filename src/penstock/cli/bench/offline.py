@@ -9,7 +9,7 @@ import time
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from ..flags import add_options, options_of
+from ..flags import add_model, add_options, options_of
 from ..screen import print_json
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
     parser.add_argument("--input-len", type=int, default=128, help="tokens per prompt (default: 128)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens to generate per prompt (default: 64)")
     parser.add_argument("--batch-size", type=int, default=1, help="latency: number of sequences (default: 1)")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.core.errors import invalid
 
-from ..flags import add_options, options_of
+from ..flags import add_model, add_options, options_of
 from ..served_models import DEMO
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    add_model(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
     about = "image to send with the first message; can be repeated"
     parser.add_argument("--image", action="append", default=[], metavar="FILE or URL", help=about)
@@ -92,8 +92,6 @@ def _backend(args: argparse.Namespace) -> Engine | Server:
             raise invalid("url", "is required with --model-name and --api-key, which are for servers")
         from .engine_backend import Engine
 
-        if args.model_tag is not None:
-            args.model = args.model_tag
         options = options_of(args)
         return Engine(options, options["model"] or DEMO)
     if args.model_tag is not None or hasattr(args, "model"):

@@ -15,8 +15,10 @@ from .tools import load_tools
 
 
 def _help(session: Session, rest: str) -> None:
-    for name, command in COMMANDS.items():
-        session.terminal.print_line(f"{f'/{name} {command.takes}':<22}{command.about}")
+    rows = [(f"/{name} {command.takes}", command.about) for name, command in COMMANDS.items()]
+    width = max(len(usage) for usage, _ in rows) + 2
+    for usage, about in rows:
+        session.terminal.print_line(f"{usage:<{width}}{about}")
     session.terminal.print_line('A line that ends with \\ continues on the next line; """ encloses several lines.')
 
 

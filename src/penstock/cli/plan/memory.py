@@ -9,7 +9,7 @@ from typing import Any
 from penstock.checkpoint.config_json import read_config_json
 from penstock.checkpoint.kv_spec import KVSpec, bytes_per_token
 from penstock.checkpoint.state_spec import bytes_per_slot
-from penstock.cli.flags import add_options, configure
+from penstock.cli.flags import add_model, add_options, configure
 from penstock.cli.screen import print_json
 from penstock.config.options import Configuration, EngineOptions
 from penstock.config.speculative import SpeculativeConfig
@@ -31,6 +31,7 @@ GB, GIB = 1e9, 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
     parser.add_argument("--json", action="store_true", help="print as JSON, in bytes, tokens and blocks")
     group = parser.add_argument_group("workload and device")
     group.add_argument(

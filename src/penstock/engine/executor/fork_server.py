@@ -116,7 +116,9 @@ class ForkServer:
         self._socket.settimeout(FORK_TIMEOUT)
         command = [sys.executable, "-P", "-m", __name__, str(server_end.fileno()), str(os.getpid())]
         with server_end:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[server_end.fileno()])
+            self._process = subprocess.Popen(  # a separate process group: Ctrl-C in a terminal is for this process
+                command, stdin=subprocess.DEVNULL, pass_fds=[server_end.fileno()], process_group=0
+            )
         self._count = 0
         self._forked: dict[int, tuple[int, list[int]]] = {}
         """Process id and ``pidfd`` of workers not yet returned by ``fork``, by number."""

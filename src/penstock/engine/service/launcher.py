@@ -267,7 +267,9 @@ class EngineProcess:
         started = time.monotonic()
         command = [sys.executable, "-P", "-m", "penstock.engine.service.server", self.address]
         self._heartbeat.reset()
-        self._process = process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+        # a separate process group: Ctrl-C in a terminal is for this process
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, process_group=0)
+        self._process = process
         assert process.stdin is not None
         assert process.stdout is not None
         start = messages.Start(self.options, self._logs, os.getpid(), self._replica, self.weights, self._suspects)

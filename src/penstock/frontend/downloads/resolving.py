@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from penstock.config.secrets import public_url
 from penstock.config.user_folders import cache_home
 from penstock.core.errors import Code, PenstockError, invalid
@@ -64,7 +66,10 @@ def resolve_name(name: ModelName, selection: Selection, options: DownloadOptions
     source, selection = source_of(name, options), replace(selection, quantization=name.quantization)
     if isinstance(source, HuggingFace):
         cache = options.cache_dir or _hub_cache()
-        folder, files = resolve_on_hub(source, selection, cache, options.progress)
+        try:
+            folder, files = resolve_on_hub(source, selection, cache, options.progress)
+        except PenstockError as error:
+            raise _with_missing_folder(error, name.path) from error
         return _model_path(folder, files)
     folder = cache_folder(name, options.cache_dir)
     if name.is_pinned and (files := _cached_files(folder, selection, source.name)):
@@ -80,6 +85,14 @@ def resolve_name(name: ModelName, selection: Selection, options: DownloadOptions
         if not is_offline():
             logger.warning("using the cached files of %s, which may be outdated. %s", source.name, error)
     return _model_path(folder, files)
+
+
+def _with_missing_folder(error: PenstockError, name: str) -> PenstockError:
+    """The error for a name that is not on the hub. A name without an organization may be meant as a folder."""
+    if "/" in name:
+        return error
+    message = f"model: there is no file or folder {name}, and {str(error).removeprefix('model: ')}"
+    return PenstockError.of(msgspec.structs.replace(error.failure, message=message))
 
 
 def _cached_files(folder: Path, selection: Selection, source: str) -> list[RemoteFile]:

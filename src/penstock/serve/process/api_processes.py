@@ -9,6 +9,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -220,8 +221,9 @@ class ApiProcesses:
 
 async def _launch(start: ApiProcessStart) -> ApiProcess:
     command = [sys.executable, "-P", "-m", "penstock.serve.process.api_process"]
-    process = ApiProcess(
-        await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, pass_fds=start.sockets)
+    pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "pass_fds": start.sockets}
+    process = ApiProcess(  # a separate process group: Ctrl-C in a terminal is for the supervisor
+        await asyncio.create_subprocess_exec(*command, process_group=0, **pipes)
     )
     process.send(start)
     return process

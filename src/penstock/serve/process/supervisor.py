@@ -167,7 +167,8 @@ class Supervisor:
         fields = {"seconds": time.monotonic() - self._started, **fields}
         options = self._configuration.server
         urls = [url_of(options, listener) for listener in listeners]
-        address = f"at {urls.pop(0)}/v1" if options.port >= 0 else "without HTTP"
+        page = f", web page at {urls[0]}/" if options.web and options.port >= 0 else ""
+        address = f"at {urls.pop(0)}/v1{page}" if options.port >= 0 else "without HTTP"
         names = ", ".join(name for model in self._models.serving for name in model.names) or "no model"
         logger.info("ready: %s %s", names, address, extra={"fields": fields})
         for url in urls:
@@ -238,6 +239,9 @@ def _listen(host: str, port: int, name: str, listen: bool = True) -> socket.sock
             bound.close()
             raise
         return bound
+    except socket.gaierror as error:
+        message = f"{host} cannot be resolved ({(error.strerror or str(error)).lower()})"
+        raise invalid("host", f"{message}; use an address of this machine, such as 127.0.0.1 or 0.0.0.0") from error
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
         flag = "--host" if error.errno == errno.EADDRNOTAVAIL else f"--{name.replace('_', '-')}"
