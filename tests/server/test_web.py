@@ -222,9 +222,11 @@ def test_stream_without_end_marker_is_shown_as_cut(servers: Servers, page: Page)
         route.fulfill(response=answer, body="\n\n".join(events[: len(events) // 2]) + "\n\n")
 
     page.route("**/v1/chat/completions", cut)
+    settings(page, min_tokens=100, temperature=0)  # many events, of which the first half has no finish reason
     ask(page, QUESTION)
     expect(page.locator(".message.assistant .problem")).to_contain_text("The answer was cut", timeout=30_000)
     page.unroute("**/v1/chat/completions")
+    settings(page, min_tokens="")
     before = page.locator(".message.assistant .text").inner_text().strip()
     page.get_by_role("button", name="Continue").click()
     expect(page.locator(".message.assistant .problem")).to_be_hidden(timeout=30_000)

@@ -123,9 +123,12 @@ def test_conversations_are_searched_renamed_exported_and_deleted(servers: Server
 
 @pytest.mark.slow
 def test_page_works_without_storage(servers: Servers, page: Page) -> None:
-    page.add_init_script("Object.defineProperty(window, 'indexedDB', {get() { throw new Error('refused'); }})")
+    for name in ("indexedDB", "localStorage", "sessionStorage"):
+        page.add_init_script(f"Object.defineProperty(window, '{name}', {{get() {{ throw new Error('refused'); }}}})")
     show(page, servers.get().root)
     expect(page.locator("#history-note")).to_contain_text("refuses storage")
     ask(page, QUESTION)
     assert ANSWER in answered(page)
+    page.click("#theme")
+    settings(page, temperature=0)
     expect(page.locator("#history .title")).to_have_text(QUESTION)

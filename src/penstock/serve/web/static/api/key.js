@@ -5,7 +5,25 @@ import { make } from "../ui/dom.js";
 const STORED = "penstock-api-key";
 let asking = null;
 
-export const storedKey = () => sessionStorage.getItem(STORED);
+/** The key, if the browser refuses storage. */
+let kept = null;
+
+export function storedKey() {
+  try {
+    return sessionStorage.getItem(STORED);
+  } catch {
+    return kept;
+  }
+}
+
+function keep(key) {
+  kept = key;
+  try {
+    sessionStorage.setItem(STORED, key);
+  } catch {
+    // kept until the page is closed
+  }
+}
 
 /** The dialog, with its field and the message for a refused key. */
 function createDialog() {
@@ -35,7 +53,7 @@ export function askForKey({ refused = false } = {}) {
     dialog.addEventListener("close", () => {
       asking = null;
       const given = dialog.returnValue === "ok" ? field.value.trim() : "";
-      if (given) sessionStorage.setItem(STORED, given);
+      if (given) keep(given);
       field.value = "";
       resolve(Boolean(given));
     }, { once: true });

@@ -1,9 +1,9 @@
 // The served models and the chosen one.
 
 import { $, make } from "../ui/dom.js";
+import { store, stored } from "../ui/storage.js";
 import { call } from "./client.js";
 
-const STORED = "penstock-model";
 let models = new Map();
 
 export const currentModel = () => models.get($("model").value);
@@ -19,7 +19,7 @@ export function chooseModel(name) {
 /** Load the list of models. Returns their number. */
 export async function loadModels() {
   const list = (await (await call("web/models")).json()).models;
-  const before = $("model").value || localStorage.getItem(STORED);
+  const before = $("model").value || stored("model");
   models = new Map(list.flatMap((model) => model.names.map((name) => [name, model])));
   $("model").replaceChildren(...[...models.keys()].map((name) => make("option", { value: name }, name)));
   if (models.has(before)) $("model").value = before;
@@ -28,7 +28,7 @@ export async function loadModels() {
 
 export function startModels(onChange) {
   $("model").addEventListener("change", () => {
-    localStorage.setItem(STORED, $("model").value);
+    store("model", $("model").value);
     onChange();
   });
 }

@@ -19,6 +19,9 @@ const PROBLEMS = {
   [FULL]: ["The context is full.", "Start a new conversation, or edit an earlier message."],
 };
 
+/** Time between two drawings, in multiples of the last one's duration. */
+const IDLE_SHARE = 3;
+
 export class AnswerView {
   constructor(conversation, message, actions) {
     Object.assign(this, { conversation, message, actions });
@@ -47,9 +50,16 @@ export class AnswerView {
     return finish ?? CUT;
   }
 
-  /** Draw at the next frame. */
+  /** Draw at the next frame, or later if drawing takes long, so that most of the time is left to the browser. */
   update() {
-    this.frame ??= requestAnimationFrame(() => { this.frame = null; this.draw(); });
+    if (this.waits) return;
+    this.waits = true;
+    setTimeout(() => requestAnimationFrame(() => {
+      const started = performance.now();
+      this.waits = false;
+      this.draw();
+      this.cost = performance.now() - started;
+    }), IDLE_SHARE * (this.cost ?? 0));
   }
 
   draw() {

@@ -2,9 +2,9 @@
 
 import { currentModel, currentName } from "../api/models.js";
 import { $ } from "../ui/dom.js";
+import { store, stored } from "../ui/storage.js";
 import { addParameters, readParameters } from "./parameters.js";
 
-const STORED = "penstock-settings";
 const TOP_LOGPROBS = 5;
 
 const fields = () => $("form").elements;
@@ -14,7 +14,7 @@ export const wantsTokens = () => fields().logprobs.checked;
 export function startSettings(onChange) {
   addParameters($("parameters"), $("more-parameters"));
   restore();
-  const changed = () => { adapt(); store(); onChange(); };
+  const changed = () => { adapt(); save(); onChange(); };
   $("form").addEventListener("input", changed);
   $("form").addEventListener("submit", (event) => event.preventDefault());
   $("reset").addEventListener("click", () => { $("form").reset(); changed(); });
@@ -44,14 +44,13 @@ function jsonProblem(text) {
   }
 }
 
-function store() {
+function save() {
   const values = [...fields()].filter((one) => one.name && one.type !== "radio").map((one) => [one.name, one.type === "checkbox" ? one.checked : one.value]);
-  localStorage.setItem(STORED, JSON.stringify({ ...Object.fromEntries(values), mode: mode() }));
+  store("settings", { ...Object.fromEntries(values), mode: mode() });
 }
 
 function restore() {
-  const values = JSON.parse(localStorage.getItem(STORED) ?? "{}");
-  for (const [name, value] of Object.entries(values)) {
+  for (const [name, value] of Object.entries(stored("settings", {}))) {
     const field = fields()[name];
     if (!field) continue;
     if (typeof value === "boolean") field.checked = value;

@@ -1,11 +1,11 @@
 // The list of conversations and the settings: beside the thread on wide windows, above it on narrow ones.
 
 import { $ } from "./dom.js";
+import { store, stored } from "./storage.js";
 
 const NARROW = matchMedia("(max-width: 60rem)");
-const STORED = "penstock-panels";
 const PANELS = { sidebar: "toggle-sidebar", settings: "toggle-settings" };
-const stored = JSON.parse(localStorage.getItem(STORED) ?? "{}");
+const wanted = stored("panels", {});
 
 export const isOpen = (name) => !$(name).hidden;
 export const isNarrow = () => NARROW.matches;
@@ -24,8 +24,8 @@ export function setPanel(name, open, { focus = true } = {}) {
   if (focus && open && (isNarrow() || name === "settings")) $(name).querySelector("button:not([hidden]), input")?.focus();
   if (focus && !open && hadFocus) $(PANELS[name]).focus();
   if (!isNarrow()) {
-    stored[name] = open;
-    localStorage.setItem(STORED, JSON.stringify(stored));
+    wanted[name] = open;
+    store("panels", wanted);
   }
 }
 
@@ -47,8 +47,8 @@ export function startPanels() {
   $("backdrop").addEventListener("click", closeOverlay);
   const arrange = () => {
     $("backdrop").hidden = true;
-    setPanel("sidebar", !isNarrow() && (stored.sidebar ?? true), { focus: false });
-    setPanel("settings", !isNarrow() && (stored.settings ?? false), { focus: false });
+    setPanel("sidebar", !isNarrow() && (wanted.sidebar ?? true), { focus: false });
+    setPanel("settings", !isNarrow() && (wanted.settings ?? false), { focus: false });
   };
   NARROW.addEventListener("change", arrange);
   arrange();

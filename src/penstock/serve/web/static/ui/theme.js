@@ -1,8 +1,8 @@
 // Theme: as the system has it, light or dark.
 
 import { $ } from "./dom.js";
+import { store, stored } from "./storage.js";
 
-const STORED = "penstock-theme";
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
 /** Colours of the style sheet as the browser resolves them, for canvases. */
@@ -15,18 +15,17 @@ export function colour(name) {
   return value;
 }
 
-export const theme = () => localStorage.getItem(STORED) ?? (dark.matches ? "dark" : "light");
+export const theme = () => stored("theme") ?? (dark.matches ? "dark" : "light");
 
 /** Apply the theme; `onChange` runs after each change. */
 export function startTheme(onChange) {
   const apply = () => {
-    const stored = localStorage.getItem(STORED);
-    if (stored) document.documentElement.dataset.theme = stored;
+    if (stored("theme")) document.documentElement.dataset.theme = stored("theme");
     $("theme").title = `Theme: ${theme()}`;
     onChange();
   };
   $("theme").addEventListener("click", () => {
-    localStorage.setItem(STORED, theme() === "dark" ? "light" : "dark");
+    store("theme", theme() === "dark" ? "light" : "dark");
     apply();
   });
   dark.addEventListener("change", apply);
