@@ -15,8 +15,11 @@ CHINESE = "zh/"
 LANGUAGE = """\
 {% set address = page.url if page else "" %}
 {% import "partials/languages/" ~ ("zh" if address is startingwith "zh/" else "en") ~ ".html" as lang %}
-{% macro t(key) %}{{ lang.t(key) or key }}{% endmacro %}
+{% import "partials/languages/en.html" as fallback %}
+{% macro t(key) %}{{ lang.t(key) or fallback.t(key) or key }}{% endmacro %}
 """
+"""Texts of the theme by the page's language. As in the theme's own template, English is used for what a language lacks:
+Chinese lacks "direction" and a few texts."""
 SWITCH = """\
 {%% set translated = %s %%}
 {%% set address = page.url if page else "" %%}

@@ -151,6 +151,21 @@ def test_pages_link_to_their_translation(site: dict[Path, Page]) -> None:
         assert target == (other if other.exists() else SITE / "zh/index.html"), name
 
 
+def test_pages_show_texts_of_theme_instead_of_their_keys(site: dict[Path, Page]) -> None:
+    """The theme has no Chinese for some of its texts."""
+    spec = find_spec("zensical")
+    assert spec is not None and spec.origin is not None
+    english = Path(spec.origin).parent / "templates/partials/languages/en.html"
+    keys = set(re.findall(r'^  "([\w.]+)":', english.read_text(encoding="utf-8"), re.MULTILINE))
+    assert {"direction", "search.config.lang", "top"} <= keys
+    for path, page in site.items():
+        attributes = re.findall(r'\b(?:dir|title|placeholder|aria-label|alt)="([^"]*)"', page.text)
+        texts = re.findall(r">\s*(\w+(?:\.\w+)+)\s*</(?:a|span|div|label|button|p)>", page.text)
+        (config,) = re.findall(r'<script id="__config" type="application/json">(.*?)</script>', page.text, re.DOTALL)
+        assert not keys & {*attributes, *texts, *json.loads(config)["translations"].values()}, path
+        assert '<body dir="ltr"' in page.text, path
+
+
 def test_version_selector_lists_versions(site: dict[Path, Page], tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT / "scripts/docs"))
     try:
