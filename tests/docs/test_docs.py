@@ -225,6 +225,15 @@ def test_translated_pages_link_to_each_other(page: str) -> None:
     assert f"[English]({os.path.relpath(english, chinese.parent)})" in chinese.read_text()
 
 
+def test_chinese_pages_link_to_chinese_pages() -> None:
+    """Except the link to their own English page."""
+    for page in [ROOT / "README.zh-CN.md", *DOCS.glob("zh/**/*.md")]:
+        for name, target in re.findall(r"\[([^]]*)\]\(([^)#:]+\.md)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            linked = (page.parent / target).resolve()
+            if name != "English" and linked.is_relative_to(DOCS) and not linked.is_relative_to(DOCS / "zh"):
+                assert not (DOCS / "zh" / linked.relative_to(DOCS)).exists(), (page, target)
+
+
 def test_chinese_pages_have_same_python() -> None:
     for page in DOCS.glob("zh/**/*.md"):
         english = DOCS / page.relative_to(DOCS / "zh")
