@@ -26,6 +26,8 @@ COMMANDS = {
     "top": "show the activity of a server, continuously",
     "generate": "complete a prompt, or answer it with --chat",
     "download": "download a model from a hub, an object store or a web server",
+    "list": "list the downloaded models",
+    "rm": "delete downloaded models",
     "run-batch": "process a file of requests in OpenAI's batch format",
     "build": "pack a model's weights into a folder that servers load by memory-mapping",
     "convert": "rewrite a checkpoint as safetensors, with another shard size or data type",

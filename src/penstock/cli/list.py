@@ -1,0 +1,36 @@
+"""``penstock list``: models in the caches."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from .flags import add_options, configure
+from .screen import print_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print as JSON, sizes in bytes")
+    add_options(parser, (), ("download_dir",))
+
+
+def run(args: argparse.Namespace) -> int:
+    from penstock.frontend.downloads.stored_models import stored_models
+
+    folder = configure(args).configuration.model.download_dir
+    models = stored_models(Path(folder) if folder else None)
+    if args.json:
+        fields = ("name", "size", "modified", "complete")
+        print_json([{name: getattr(one, name) for name in fields} | {"folder": str(one.folder)} for one in models])
+        return 0
+    if not models:
+        print("no downloaded models; penstock download NAME gets one, and the built-in model needs no download")
+        return 0
+    width = max(len("NAME"), *(len(one.name) for one in models))
+    print(f"{'NAME':<{width}}  {'SIZE':>9}  {'MODIFIED':<16}  FOLDER")
+    for one in models:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.modified))
+        state = "" if one.complete else "  (incomplete: penstock download resumes it)"
+        print(f"{one.name:<{width}}  {one.size / 1e9:>6.2f} GB  {when}  {one.folder}{state}")
+    return 0
