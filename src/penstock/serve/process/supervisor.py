@@ -167,7 +167,7 @@ class Supervisor:
         fields = {"seconds": time.monotonic() - self._started, **fields}
         options = self._configuration.server
         urls = [url_of(options, listener) for listener in listeners]
-        page = f", web page at {urls[0]}/" if options.web and options.port >= 0 else ""
+        page = f" (web page: {urls[0]}/)" if options.web and options.port >= 0 else ""
         address = f"at {urls.pop(0)}/v1{page}" if options.port >= 0 else "without HTTP"
         names = ", ".join(name for model in self._models.serving for name in model.names) or "no model"
         logger.info("ready: %s %s", names, address, extra={"fields": fields})
