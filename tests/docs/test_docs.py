@@ -122,7 +122,7 @@ def examples(page: Path) -> list[Example]:
     return found
 
 
-PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if "zh" not in page.parts)]
+PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if "zh" not in page.relative_to(DOCS).parts)]
 EXAMPLES = [example for page in PAGES for example in examples(page)]
 
 
@@ -280,4 +280,4 @@ def parse(command: list[str]) -> None:
     args, unknown = parser.parse_known_args(arguments)
     assert unknown == [], command
     if hasattr(args, "options") and not args.config:
-        configure(argparse.Namespace(**vars(args) | {"model": ""}))
+        configure(argparse.Namespace(**vars(args) | {"model": "", "model_tag": None}))
