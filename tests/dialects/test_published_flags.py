@@ -43,7 +43,7 @@ class Refused(Exception):
 def parsers() -> dict[str, argparse.ArgumentParser]:
     result: dict[str, argparse.ArgumentParser] = {}
     for system in SYSTEMS:
-        parser = Parser(prog="penstock", allow_abbrev=False, conflict_handler="resolve", exit_on_error=False)
+        parser = Parser(prog="penstock", allow_abbrev=False, exit_on_error=False)
         parser.add_argument("model_tag", nargs="?")
         add_options(parser, ("model", "engine", "server", "log"))
         add_profile(parser, ["serve", "--compat", system])

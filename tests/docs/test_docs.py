@@ -273,7 +273,7 @@ def test_documented_commands_are_parsed(page: str, capsys: pytest.CaptureFixture
 def parse(command: list[str]) -> None:
     """Parse a command and the values of its options as ``penstock`` does."""
     module = import_module(f"penstock.cli.{command[0].replace('-', '_')}")
-    parser = Parser(prog=f"penstock {command[0]}", allow_abbrev=False, conflict_handler="resolve")
+    parser = Parser(prog=f"penstock {command[0]}", allow_abbrev=False)
     module.add_arguments(parser)
     arguments = getattr(module, "expand_arguments", list)(command[1:])
     add_profile(parser, arguments)

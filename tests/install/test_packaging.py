@@ -61,11 +61,12 @@ def test_declared_dependencies_are_imported() -> None:
 
 
 def test_install_hints_name_package_and_extras() -> None:
+    """Messages name the package, which pip finds installed; documents also name a checkout (``.``)."""
     extras = set(PROJECT["optional-dependencies"])
     pages = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("README*.md")]
-    hints = [hint for page in pages for hint in re.findall(r"pip install '([\w-]+)\[(\w+)\]'", page.read_text())]
+    hints = [hint for page in pages for hint in re.findall(r"pip install '([\w.-]+)\[([a-z]\w*)\]'", page.read_text())]
     assert hints and {extra for _, extra in hints} == extras
-    assert {name for name, _ in hints} == {PROJECT["name"]}
+    assert {name for name, _ in hints} == {PROJECT["name"], "."}
 
 
 def test_api_process_does_not_import_heavy_packages() -> None:

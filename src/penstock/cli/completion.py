@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     parser = Parser(prog="penstock", allow_abbrev=False)
     commands = parser.add_subparsers()
     for name, about in COMMANDS.items():
-        command = commands.add_parser(name, help=about, allow_abbrev=False, conflict_handler="resolve")
+        command = commands.add_parser(name, help=about, allow_abbrev=False)
         import_module(f"penstock.cli.{name.replace('-', '_')}").add_arguments(command)
         _complete_files(command, shtab.FILE)
     if args.shell == "zsh":

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from textwrap import shorten
 from typing import Any, NamedTuple
 
+from penstock.config.profiles.vllm import DEFAULT_PROFILE
+
 from .parser import PROFILE_PREFIX, Parser
 
 COMMON = (
@@ -147,20 +149,25 @@ def _help(parser: Parser, topic: str) -> tuple[int, str]:
     options = [action for group in parser._action_groups[2:] for action in group._group_actions]
     if topic == "all" or (not topic and len(options) <= NUM_SHORT):
         return 0, parser.format_help()
-    if not topic:
+    of_profile = [action for action in options if action.dest.startswith(PROFILE_PREFIX)]
+    profile = parser.get_default("profile")
+    profile_title = f"options of {profile.title if profile else 'another system'}"
+    if not topic and profile in (None, DEFAULT_PROFILE):
         return 0, _short(parser, options)
+    if not topic:  # a user of another system looks for its flags
+        return 0, f"{_short(parser, options)}\n{_section(parser, profile_title, of_profile)}"
     if topic in TOPICS:
         found = _named(options, TOPICS[topic].names)
         title = f"{topic}: {TOPICS[topic].about}"
     elif topic == PROFILE_TOPIC:
-        found = [action for action in options if action.dest.startswith(PROFILE_PREFIX)]
-        title = "options of another system"
+        found, title = of_profile, profile_title
     else:
         found = [action for action in options if _matches(action, topic)]
         title = f"options with {topic!r} in their name or help"
     if found:
         return 0, _section(parser, title, found)
-    near = difflib.get_close_matches(topic, [*TOPICS, PROFILE_TOPIC, "all"], 1)
+    names = [name for name in (*TOPICS, PROFILE_TOPIC, "all") if name != topic]
+    near = difflib.get_close_matches(topic, names, 1)
     hint = f"did you mean --help={near[0]}?" if near else f"topics: {', '.join(TOPICS)}"
     return 2, f"--help={topic}: no topic of this name, and no option with this text; {hint}"
 

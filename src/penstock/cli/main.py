@@ -73,9 +73,7 @@ def _main(arguments: list[str] | None) -> int:
     parsers = {}
     for name, about in COMMANDS.items():
         description = f"{about[0].upper()}{about[1:]}."
-        parsers[name] = commands.add_parser(
-            name, help=about, description=description, allow_abbrev=False, conflict_handler="resolve"
-        )
+        parsers[name] = commands.add_parser(name, help=about, description=description, allow_abbrev=False)
     if not arguments:
         parser.print_help()
         return 0

@@ -33,10 +33,11 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` with a short usage line that reports errors in one sentence, without usage."""
+    """An ``ArgumentParser`` with a short usage line that reports errors in one sentence, without usage. A flag that is
+    added again replaces the earlier one."""
 
     def __init__(self, formatter_class: type[argparse.HelpFormatter] = HelpFormatter, **kwargs: Any) -> None:
-        super().__init__(formatter_class=formatter_class, **kwargs)
+        super().__init__(formatter_class=formatter_class, conflict_handler="resolve", **kwargs)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -71,7 +72,5 @@ def add_kinds(parser: argparse.ArgumentParser, package: str, kinds: Mapping[str,
     subparsers = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     for name, (module, about) in kinds.items():
         description = f"{about[0].upper()}{about[1:]}."
-        kind = subparsers.add_parser(
-            name, help=about, description=description, allow_abbrev=False, conflict_handler="resolve"
-        )
+        kind = subparsers.add_parser(name, help=about, description=description, allow_abbrev=False)
         import_module(f"{package}.{module}").add_arguments(kind)
