@@ -58,7 +58,7 @@ def _digest(folder: Path) -> str:
 
 
 def _install(folder: Path, temporary: Path) -> str:
-    """Install the packages into a temporary folder. Returns the problem, empty if there is none."""
+    """Install the packages into a temporary folder. Returns an error message; empty after success."""
     if shutil.which("npm") is None:
         return "npm was not found"
     for name in ("package.json", "package-lock.json"):

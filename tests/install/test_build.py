@@ -21,6 +21,7 @@ pytest.importorskip("nanobind")
 
 LIBRARIES = Path("src/penstock/serve/web/libraries")
 TOOLS = [name for name in ("cmake", "ninja") if shutil.which(name)]
+needs_npm = pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_build_without_npm_has_no_libraries_and_prints_note(sources: Path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+@needs_npm
 def test_build_without_network_has_no_libraries_and_prints_note(sources: Path, tmp_path: Path) -> None:
     """Outdated libraries are not packaged either."""
     outdated = sources / LIBRARIES / "files" / "marked"
@@ -158,7 +159,7 @@ def test_build_without_network_has_no_libraries_and_prints_note(sources: Path, t
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+@needs_npm
 def test_wheel_has_libraries_and_licences_also_from_sdist_without_npm(sources: Path, tmp_path: Path) -> None:
     done, _ = build(sources, PENSTOCK_SETS="none")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -177,7 +177,7 @@ class _Dequantized:
 
     Args:
         shape: number of outputs and inputs. Experts that are stored together are one matrix.
-        parameter: the parameter of transformers with the same name; None if there is none.
+        parameter: parameter of transformers with the same name; None: absent.
     """
 
     def __init__(
