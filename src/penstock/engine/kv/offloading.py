@@ -347,7 +347,7 @@ def start_offloading(
     state_slots = StateSlots(count, msgspec.json.encode(layout) if count else b"")
     if host.num_slots < (needed := count + bool(layouts)):
         size = needed * host.slot_bytes
-        message = f"must be at least {size} bytes, a recurrent state and the KV of one block"
+        message = f"must be at least {size} bytes, a recurrent state{' and the KV of one block' if layouts else ''}"
         raise invalid("kv_offloading_size", message, size)
     if not options.kv_offloading_disk_path:
         return KVOffloading(device_pool, host, None, snapshots, state_slots)
