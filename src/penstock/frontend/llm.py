@@ -63,7 +63,7 @@ class LLM(GeneratingLLM):
         tool_strictness: constraint on tool calls of ``chat``: ``off``, ``function`` or ``schema`` (default).
         reasoning_parser: format of reasoning, by vLLM's name; ``auto``: detected from the chat template; ``none``:
             reasoning stays in the content.
-        options: other fields of ``ModelOptions`` and ``EngineOptions`` (``penstock serve --help`` describes them), and
+        options: other fields of ``ModelOptions`` and ``EngineOptions`` (see ``penstock serve --help=all``), and
             other options of vLLM, which are translated, ignored with a warning, or refused.
 
     None selects the default of an option. Raises ``PenstockError`` if an option is unknown or wrong, or the engine
