@@ -45,7 +45,7 @@ def decode_isolated(module: str, request: msgspec.Struct, data: bytes, reply: ty
             stderr=subprocess.DEVNULL,
             timeout=timeout,
             check=True,
-            process_group=0,  # Ctrl-C in a terminal must not kill a decoder of an open request
+            start_new_session=True,  # Ctrl-C in a terminal must not kill a decoder of an open request
         )
         return msgspec.msgpack.decode(done.stdout, type=reply)
     except subprocess.TimeoutExpired as error:

@@ -27,8 +27,8 @@ class IsolatedProcess:
             number = child_socket.fileno()
             command = [sys.executable, "-P", "-m", module, str(number)]
             environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-            self._process = subprocess.Popen(  # a separate process group: Ctrl-C in a terminal must not end a request
-                command, pass_fds=(number,), env=environment, process_group=0, **quiet
+            self._process = subprocess.Popen(  # a separate session: Ctrl-C in a terminal must not end a request
+                command, pass_fds=(number,), env=environment, start_new_session=True, **quiet
             )
         self.close = weakref.finalize(self, _end, self._socket, self._process)
         """Kill the process; also called when the object is garbage-collected."""

@@ -116,8 +116,8 @@ class ForkServer:
         self._socket.settimeout(FORK_TIMEOUT)
         command = [sys.executable, "-P", "-m", __name__, str(server_end.fileno()), str(os.getpid())]
         with server_end:
-            self._process = subprocess.Popen(  # a separate process group: Ctrl-C in a terminal is for this process
-                command, stdin=subprocess.DEVNULL, pass_fds=[server_end.fileno()], process_group=0
+            self._process = subprocess.Popen(  # a separate session: Ctrl-C in a terminal is for this process
+                command, stdin=subprocess.DEVNULL, pass_fds=[server_end.fileno()], start_new_session=True
             )
         self._count = 0
         self._forked: dict[int, tuple[int, list[int]]] = {}

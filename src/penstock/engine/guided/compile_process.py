@@ -202,8 +202,8 @@ class CompileProcess:
         with theirs:
             command = [sys.executable, "-P", "-m", f"{__package__}.llguidance_process"]
             output = subprocess.DEVNULL
-            process = subprocess.Popen(  # a separate process group, so that Ctrl-C in a terminal does not reach it
-                command, stdin=theirs.fileno(), stdout=output, stderr=output, process_group=0
+            process = subprocess.Popen(  # a separate session, so that Ctrl-C in a terminal does not reach it
+                command, stdin=theirs.fileno(), stdout=output, stderr=output, start_new_session=True
             )
         self._process, self._control = process, ours
         self._kill = weakref.finalize(self, _kill, process, ours)

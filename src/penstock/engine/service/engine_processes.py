@@ -177,7 +177,7 @@ async def _check_versions(running: messages.Ready | None) -> bool:
     """True if a new engine process would have the versions of Penstock and PyTorch of the running one. Raises
     ``PenstockError`` (``unsupported``) if this process could not communicate with it."""
     command = [sys.executable, "-P", "-c", VERSIONS]
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, process_group=0)
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, start_new_session=True)
     output, _ = await process.communicate()
     if process.returncode:
         raise PenstockError(

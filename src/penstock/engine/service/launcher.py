@@ -267,8 +267,8 @@ class EngineProcess:
         started = time.monotonic()
         command = [sys.executable, "-P", "-m", "penstock.engine.service.server", self.address]
         self._heartbeat.reset()
-        # a separate process group: Ctrl-C in a terminal is for this process
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, process_group=0)
+        # a separate session: Ctrl-C in a terminal is for this process
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
         self._process = process
         assert process.stdin is not None
         assert process.stdout is not None

@@ -222,8 +222,8 @@ class ApiProcesses:
 async def _launch(start: ApiProcessStart) -> ApiProcess:
     command = [sys.executable, "-P", "-m", "penstock.serve.process.api_process"]
     pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "pass_fds": start.sockets}
-    process = ApiProcess(  # a separate process group: Ctrl-C in a terminal is for the supervisor
-        await asyncio.create_subprocess_exec(*command, process_group=0, **pipes)
+    process = ApiProcess(  # a separate session: Ctrl-C in a terminal is for the supervisor
+        await asyncio.create_subprocess_exec(*command, start_new_session=True, **pipes)
     )
     process.send(start)
     return process
