@@ -265,7 +265,12 @@ def test_docker_run_command_serves_model_by_name(elsewhere: Terminal) -> None:
     script += "/bin/bash -c -ex 'start_server $model_name && tail -f /dev/null'"
     command = ["bash", "-c", elsewhere.printed(script)]
     running = subprocess.Popen(
-        command, cwd=elsewhere.folder, env=elsewhere.environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=elsewhere.folder,
+        env=elsewhere.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert running.stdout is not None
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 import zmq
 from serving import children
 
@@ -85,6 +86,22 @@ def test_streamed_outputs_are_prefixes_of_llm_output() -> None:
             assert {o.outputs[0].text for o in repeated} == {expected.outputs[0].text}
 
     run(streams())
+
+
+@pytest.mark.slow
+def test_engine_starts_and_restarts_on_the_event_loop_of_uvloop() -> None:
+    """uvloop, on which Ray Serve and many ASGI servers run, has fewer options of child processes than asyncio."""
+
+    async def streams() -> None:
+        params = SamplingParams(temperature=0, max_tokens=5)
+        async with started() as llm:
+            before = await last(llm.chat(STORY, params))
+            await llm.restart()
+            after = await last(llm.chat(STORY, params))
+            assert after.outputs == before.outputs
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(streams(), 120))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import httpx
 import yaml
-from serving import LoggedProcess, free_ports, processes
+from serving import LoggedProcess, free_ports, processes, start_marked
 
 SERVE = "from ray.serve.scripts import cli; cli()"
 START_TIMEOUT = 120.0
@@ -35,13 +35,8 @@ class RayCommand(LoggedProcess):
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str = "") -> None:
         self.url = url
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-            start_new_session=True,
+        self.process = start_marked(
+            command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         assert self.process.stdout
         super().__init__(self.process.stdout)

@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, NamedTuple, Self
+from typing import IO, Any, NamedTuple, Self
+from uuid import uuid4
 
 import httpx
 
@@ -102,12 +103,11 @@ class Served(LoggedProcess):
         self, *arguments: str, environment: Mapping[str, str] | None = None, command: Sequence[str] = SERVE
     ) -> None:
         command = [*command, "--host", "127.0.0.1", "--port", "0", *arguments]
-        self._process = subprocess.Popen(
+        self._process = start_marked(
             command,
+            environment or {},
             stdin=subprocess.DEVNULL,  # with a terminal, SIGHUP ends the server
             stderr=subprocess.PIPE,
-            env={**os.environ, **(environment or {})},
-            start_new_session=True,
         )
         self.pid = self._process.pid
         """Process id of the supervisor."""
@@ -252,12 +252,29 @@ class Servers:
         self._stack.close()
 
 
-def processes(session: int) -> list[int]:
-    """Ids of the live processes of a session, by start time (ids wrap around)."""
+MARK = "PROCESSES_OF_TEST"
+"""Environment variable that all processes of a command inherit, even if it is killed and they start new sessions."""
+_marks: dict[int, str] = {}
+
+
+def start_marked(command: Sequence[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a command in a new session, with additional environment variables, so that ``processes`` finds all its
+    processes."""
+    value = uuid4().hex
+    variables = {**os.environ, **environment, MARK: value}
+    process = subprocess.Popen(command, env=variables, start_new_session=True, **options)
+    _marks[process.pid] = f"{MARK}={value}"
+    return process
+
+
+def processes(command: int) -> list[int]:
+    """Ids of the live processes of a command of ``start_marked``, by start time (ids wrap around). Ray overwrites the
+    environment of its processes, but these stay in the command's session."""
     found = []
     for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]:
         fields = _file(pid, "stat").rpartition(")")[2].split()
-        if fields and fields[3] == str(session) and fields[0] != "Z":
+        marked = fields[3:4] == [str(command)] or _marks[command] in _file(pid, "environ").split("\0")
+        if fields and fields[0] != "Z" and marked:
             found.append((int(fields[19]), pid))
     return [pid for _, pid in sorted(found)]
 
@@ -310,6 +327,6 @@ def _tasks(pid: int) -> list[str]:
 
 def _file(pid: int, name: str) -> str:
     try:
-        return (Path("/proc") / str(pid) / name).read_text()
-    except (FileNotFoundError, ProcessLookupError):
+        return (Path("/proc") / str(pid) / name).read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return ""
