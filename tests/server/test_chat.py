@@ -263,7 +263,6 @@ def test_refusal_of_server_prints_one_sentence(served: Served) -> None:
         (["--url", f"{served.root}/v2"], "returned status 404"),
         (["--url", "http://127.0.0.1:9/v1"], "does not respond"),
         (["--url", served.url, "a-model"], "use --model-name"),
-        (["--model-name", "some"], "url: is required with"),
         (["--temperature", "-1"], "temperature: must be at least 0"),
     ]
     for arguments, message in cases:

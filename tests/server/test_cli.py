@@ -247,7 +247,8 @@ def test_load_file_without_fields_is_explained(tmp_path: Path) -> None:
 def test_closed_standard_streams_end_without_traceback(command: str, redirection: str, tmp_path: Path) -> None:
     given = "" if "<&-" in redirection else "</dev/null"
     line = f"{sys.executable} -m penstock.cli.main {command} {redirection} {given}"
-    result = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=tmp_path)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}  # chat would use a running server
+    result = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert result.returncode == 0 and "Traceback" not in result.stderr
 
 

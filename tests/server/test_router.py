@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -569,10 +570,11 @@ def test_router_uses_only_instances_with_equal_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pd_command_starts_and_shows_deployment(tmp_path: Path) -> None:
+def test_pd_command_starts_and_shows_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = (sys.executable, "-m", "penstock.cli.main", "pd")
     (port,) = free_ports(1)
-    environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
+    environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # running servers are found by files in this folder
     started = subprocess.Popen(
         [*command, "--port", str(port), *BLOCKS, "--pd-min-prefill-tokens", "10"],
         env=environment,
@@ -590,7 +592,7 @@ def test_pd_command_starts_and_shows_deployment(tmp_path: Path) -> None:
         assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=request).status_code == 200
 
         def transferred() -> bool:
-            result = run_in_process(main, "pd", "status", "--url", f"http://127.0.0.1:{port}", "--once")
+            result = run_in_process(main, "pd", "status", "--once")
             header, _, *rows = result.stdout.splitlines()
             assert header.split()[:3] == ["role", "address", "state"] and len(rows) == 2
             return any(row.startswith("decode") and " 1  " in row for row in rows)
@@ -598,7 +600,10 @@ def test_pd_command_starts_and_shows_deployment(tmp_path: Path) -> None:
         until(transferred)
         assert run_in_process(main, "pd", "status", "--url", "http://127.0.0.1:9", "--once").returncode == 2
         pids = [int(line.split()[1]) for line in printed[2:5]]
-        started.send_signal(signal.SIGTERM)
+        (listed,) = json.loads(run_in_process(main, "ps", "--json").stdout)
+        assert (listed["pid"], listed["role"], listed["state"]) == (started.pid, "pd", "ready")
+        assert listed["url"] == f"http://127.0.0.1:{port}" and [*listed["models"].values()] == ["ready"]
+        assert run_in_process(main, "stop", str(port)).returncode == 0
         assert started.wait(60) == 0
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     finally:

@@ -22,6 +22,8 @@ from .screen import open_closed_streams, replace_unprintable
 
 COMMANDS = {
     "serve": "start a server with the APIs of OpenAI and other systems (HTTP and gRPC)",
+    "ps": "list the running servers of this user",
+    "stop": "stop a running server",
     "chat": "chat with a model in the terminal",
     "top": "show the activity of a server, continuously",
     "generate": "complete a prompt, or answer it with --chat",

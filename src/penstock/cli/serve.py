@@ -48,6 +48,7 @@ def expand_arguments(arguments: list[str]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
+    from penstock.serve.process.server_record import RecordFile
     from penstock.serve.process.supervisor import Supervisor
 
     configuration = with_role(with_rank_tables(configure(args, "serve").configuration))
@@ -66,15 +67,24 @@ def run(args: argparse.Namespace) -> int:
             "anyone with network access to %s on this machine can send requests: set --api-key or --host 127.0.0.1"
         )
         logger.warning(warning, configuration.server.host)
-    models = [
-        msgspec.structs.replace(model, configuration=download_model(model.configuration)) if model.required else model
-        for model in served_models(configuration)
-    ]
+    entries, engine = served_models(configuration), configuration.engine
+    with RecordFile(
+        models={entry.name: "starting" if entry.required else "unloaded" for entry in entries},
+        role=engine.role,
+        device=engine.device,
+        drain_timeout=engine.drain_timeout,
+    ) as record:
+        models = [
+            msgspec.structs.replace(entry, configuration=download_model(entry.configuration))
+            if entry.required
+            else entry
+            for entry in entries
+        ]
 
-    async def serve() -> int:
-        return await Supervisor(configuration, models, download_model, started).run()
+        async def serve() -> int:
+            return await Supervisor(configuration, models, download_model, started, record).run()
 
-    return asyncio.run(serve())
+        return asyncio.run(serve())
 
 
 def with_role(configuration: Configuration) -> Configuration:

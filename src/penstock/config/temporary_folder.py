@@ -36,7 +36,7 @@ class TemporaryFolder:
         if len(os.fsencode(parent)) > MAX_LENGTH:
             message = f"{parent} must have at most {MAX_LENGTH} bytes, as sockets are created in it: set another folder"
             raise invalid("TMPDIR", message, MAX_LENGTH)
-        _sweep(Path(parent))
+        remove_unlocked(Path(parent))
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}"))
             with contextlib.suppress(FileNotFoundError):  # another process removed it before it was locked
@@ -57,8 +57,8 @@ class TemporaryFolder:
         self.close()
 
 
-def _sweep(parent: Path) -> None:
-    """Remove this user's folders with an unlocked lock file."""
+def remove_unlocked(parent: Path) -> None:
+    """Remove this user's folders with an unlocked lock file: those of killed processes."""
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # the folder has no lock file, or another process removed it
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():

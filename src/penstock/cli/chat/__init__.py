@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.core.errors import invalid
 
 from ..flags import add_model, add_options, options_of
+from ..running_servers import only_url
 from ..served_models import DEMO
 
 if TYPE_CHECKING:
@@ -46,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, help="maximum tokens of an answer (default: limited by the context)")
     parser.add_argument("--sampling-seed", type=int, help="seed for reproducible sampling (default: random)")
     server = parser.add_argument_group("chat with a server instead of a local engine")
-    server.add_argument("--url", help="URL of any server with OpenAI's API: http://HOST:8000/v1")
+    about = (
+        "URL of any server with OpenAI's API: http://HOST:8000/v1 (default: the only running Penstock server of this "
+        "user, unless a model or other options of an engine are given)"
+    )
+    server.add_argument("--url", help=about)
     server.add_argument("--api-key", dest="key", metavar="KEY", help="API key (default: $OPENAI_API_KEY)")
     server.add_argument("--model-name", metavar="NAME", help="model (default: the first one that the server lists)")
     add_options(parser, ("model", "engine"))
@@ -75,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
         from .mcp import McpTools
 
         mcp = McpTools(args.mcp_config)
+    if args.url is None and _has_no_engine_options(args) and (url := only_url()):
+        args.url = f"{url}/v1"
     terminal = Terminal()
     backend = _backend(args)
     with start_blocking_portal() as portal, ExitStack() as stack:
@@ -86,10 +93,14 @@ def run(args: argparse.Namespace) -> int:
         return Session(backend, portal, conversation, terminal, COMMANDS, ALIASES, args.tool_command, mcp).run()
 
 
+def _has_no_engine_options(args: argparse.Namespace) -> bool:
+    return args.model_tag is None and args.config is None and not any(hasattr(args, name) for name in args.options)
+
+
 def _backend(args: argparse.Namespace) -> Engine | Server:
     if args.url is None:
         if args.model_name is not None or args.key is not None:
-            raise invalid("url", "is required with --model-name and --api-key, which are for servers")
+            raise invalid("url", "is required with --model-name and --api-key unless exactly one server is running")
         from .engine_backend import Engine
 
         options = options_of(args)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import select
 import signal
 import socket
 import ssl
@@ -22,9 +21,11 @@ from penstock.config.profiles import load
 from penstock.config.profiles.paddlenlp import OLD, model_named, nodes_named
 from penstock.core.errors import invalid
 from penstock.engine.executor.node_messages import NODE_READY
+from penstock.serve.process.server_record import process_start_time
 
 from ..flags import TITLES, add_options, configure
 from ..parser import Parser, exit_status
+from ..processes import ProcessHandle
 
 MODEL_NAME = "model_name"
 MODELS = "/models/"
@@ -157,7 +158,7 @@ def _registered(server: subprocess.Popen[bytes]) -> Iterator[None]:
     """Record a starting server in a file for ``stop_server``, which may be called before it is ready. If the start is
     interrupted, the server is stopped."""
     record = _records() / str(server.pid)
-    record.write_text(_process_start_time(server.pid))
+    record.write_text(process_start_time(server.pid))
     try:
         yield
     except BaseException:
@@ -202,7 +203,7 @@ def _ready(options: ServerOptions) -> bool:
 
 def _stop(timeout: float) -> int:
     records = sorted(_records().iterdir())
-    running = [int(record.name) for record in records if record.read_text() == _process_start_time(int(record.name))]
+    running = [int(record.name) for record in records if record.read_text() == process_start_time(int(record.name))]
     stopped = [_end(pid, timeout) for pid in running]
     for record in records:
         record.unlink(missing_ok=True)
@@ -212,15 +213,12 @@ def _stop(timeout: float) -> int:
 
 def _end(pid: int, timeout: float) -> str:
     """Stop a process; returns a message for the user."""
-    handle = os.pidfd_open(pid)
-    try:
-        signal.pidfd_send_signal(handle, signal.SIGTERM)
-        if select.select([handle], [], [], timeout)[0]:
+    with ProcessHandle(pid) as process:
+        process.send(signal.SIGTERM)
+        if process.wait(timeout):
             return f"Stopped process {pid}."
-        signal.pidfd_send_signal(handle, signal.SIGKILL)
-        return f"Killed process {pid}, which did not stop within {timeout:g} seconds."
-    finally:
-        os.close(handle)
+        process.send(signal.SIGKILL)
+    return f"Killed process {pid}, which did not stop within {timeout:g} seconds."
 
 
 def _records() -> Path:
@@ -230,14 +228,6 @@ def _records() -> Path:
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise invalid("XDG_RUNTIME_DIR", f"{folder} belongs to another user; set another folder")
     return folder
-
-
-def _process_start_time(pid: int) -> str:
-    """Start time of a process in kernel clock ticks; empty if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
 
 
 # --- Fetching ---------------------------------------------------------------------------------------------------------

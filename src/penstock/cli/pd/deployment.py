@@ -26,8 +26,10 @@ from penstock.core import PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.service.server import kill_with_parent
 from penstock.planning.host_memory import FREE_SHARE
+from penstock.serve.process.server_record import RecordFile
 
 from ..flags import configure
+from ..served_models import served_models
 from .status import instances, table
 
 POLL_INTERVAL = 0.2
@@ -103,17 +105,23 @@ def start(args: argparse.Namespace) -> int:
         if name not in ("host", "port") and resolved.sources[name] != "default":
             raise invalid(name, "is set by penstock pd; use penstock serve to start instances with other values")
     signal.signal(signal.SIGTERM, lambda signum, frame: signal.raise_signal(signal.SIGINT))
-    with TemporaryFolder("pd-") as folder:
+    engine = resolved.configuration.engine
+    models = {entry.name: "starting" for entry in served_models(resolved.configuration)}
+    about = {"role": "pd", "device": engine.device, "drain_timeout": engine.drain_timeout}
+    with TemporaryFolder("pd-") as folder, RecordFile(models=models, **about) as record:
         file = folder.path / "options.yaml"
         file.write_text(json.dumps(_given(resolved.configuration)))
         processes: list[_Process] = []
         try:
             sized = any(resolved.sources[name] != "default" for name in KV_CACHE_SIZES)
-            return _run(processes, file, resolved.configuration, args.prefill, args.decode, share_memory=not sized)
+            return _run(
+                processes, record, file, resolved.configuration, args.prefill, args.decode, share_memory=not sized
+            )
         except KeyboardInterrupt:
             return 0
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            record.update(state="draining")
             try:
                 for process in processes:  # the router first, so that its requests finish before instances stop
                     process.end()
@@ -123,7 +131,13 @@ def start(args: argparse.Namespace) -> int:
 
 
 def _run(
-    processes: list[_Process], file: Path, configuration: Configuration, prefill: int, decode: int, share_memory: bool
+    processes: list[_Process],
+    record: RecordFile,
+    file: Path,
+    configuration: Configuration,
+    prefill: int,
+    decode: int,
+    share_memory: bool,
 ) -> int:
     """Start all processes, print them, and wait until one exits.
 
@@ -134,6 +148,7 @@ def _run(
     host = "127.0.0.1" if server.host in ANY_ADDRESS else server.host
     port = server.port or _free_port(host)
     router = join_address(host, port)
+    record.update(url=f"http://{router}")
     common = ("--config", str(file))
     every = os.sched_getaffinity(0)
     arguments = [*common, "--role", "router", "--host", server.host, "--port", str(port)]
@@ -149,6 +164,7 @@ def _run(
     key = server.api_key[0] if server.api_key else ""
     if not _all_serve(processes, f"http://{router}", key):
         return 1
+    record.update(state="ready", models=dict.fromkeys(record.record.models, "ready"))
     rows = [[one.name, str(one.process.pid), ",".join(map(str, sorted(one.cores)))] for one in processes]
     print(table(("process", "pid", "cores"), rows))
     print(f"requests: http://{router}/v1    instances: penstock pd status --url http://{router}", flush=True)

@@ -21,6 +21,7 @@ from typing import Any
 from penstock.config.secrets import mask
 from penstock.core.errors import invalid
 
+from ..running_servers import DEFAULT_URL, default_url
 from ..screen import can_print, has_escapes
 from .view import ASCII, BLOCKS, History, render
 
@@ -33,7 +34,7 @@ ERASE_LINE, ERASE_BELOW = "\033[K", "\033[J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default: http://127.0.0.1:8000)")
+    parser.add_argument("--url", help=f"server (default: the only running server of this user, or {DEFAULT_URL})")
     parser.add_argument("--api-key", dest="key", metavar="KEY", help="API key (default: $PENSTOCK_API_KEY)")
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="update interval (default: 1)")
     parser.add_argument("--once", action="store_true", help="print one view after two updates, and exit")
@@ -43,20 +44,20 @@ def run(args: argparse.Namespace) -> int:
     """Show the server until q or Ctrl-C. Returns 1 if the first request fails."""
     if args.interval <= 0:
         raise invalid("interval", f"must be above 0 seconds, is {args.interval:g}", 0)
-    key = args.key or os.environ.get("PENSTOCK_API_KEY", "").split(",")[0]
+    url, key = args.url or default_url(), args.key or os.environ.get("PENSTOCK_API_KEY", "").split(",")[0]
     history, on_screen = History(), has_escapes() and not args.once
     glyphs = BLOCKS if can_print("".join(BLOCKS)) else ASCII
     try:
-        history.add(fetch(args.url, key))
+        history.add(fetch(url, key))
     except (OSError, ValueError, HTTPException) as error:
-        print(f"penstock top: {mask(reason(args.url, error))}", file=sys.stderr)
+        print(f"penstock top: {mask(reason(url, error))}", file=sys.stderr)
         return 1
     with _screen() if on_screen else suppress(KeyboardInterrupt):
         problem, first = "", True
         while True:
             if on_screen or not first:  # rates need two updates: without a screen, the first is not shown
                 width, height = shutil.get_terminal_size()
-                lines = render(history, args.url, width, height if on_screen else None, glyphs)
+                lines = render(history, url, width, height if on_screen else None, glyphs)
                 _show([*lines, *([problem] if problem else [])], on_screen)
                 if args.once:
                     return int(bool(problem))
@@ -64,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
             if _wait(args.interval, on_screen):
                 break
             try:
-                history.add(fetch(args.url, key))
+                history.add(fetch(url, key))
                 problem = ""
             except (OSError, ValueError, HTTPException) as error:
-                problem = reason(args.url, error)
+                problem = reason(url, error)
     return 0
 
 

@@ -82,6 +82,11 @@ class ModelControl:
         """Process id of each engine, by replica."""
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def is_asleep(self) -> bool:
+        """True if the engines sleep."""
+        return any(client.engine.state.asleep for client in self._clients if client.engine)
+
     async def execute(self, action: ModelAction) -> EngineState:
         """Execute an action, and return the state of the first engine afterwards. Raises ``PenstockError`` if the
         action fails."""

@@ -70,6 +70,18 @@ class SupervisedModels:
         return [model for model in self._models.values() if model.engine and not model.draining]
 
     @property
+    def states(self) -> dict[str, str]:
+        """State of each model by name, for ``ServerRecord``."""
+        return {name: self._state(name) for name in self._models}
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``; empty without a running engine."""
+        if not self.reports:
+            return ""
+        return "cpu" if all(report.host_bytes for report in self.reports) else "cuda"
+
+    @property
     def reports(self) -> list[Ready]:
         """Reports of the engines running on this host."""
         return [report for engine in self._running.values() for report in engine.reports]
@@ -205,7 +217,18 @@ class SupervisedModels:
         if control := self._controls.pop(name, None):
             await control.close()
         await engine.close()
-        del self._running[name]
+        del self._running[name], self._watching[name]
+
+    def _state(self, name: str) -> str:
+        model, engine = self._models[name], self._running.get(name)
+        if engine is None:
+            return "starting" if model.required else "unloaded"
+        if model.draining:
+            return "unloading"
+        if name not in self._watching or not (engine.reports or isinstance(engine, Instances)):
+            return "starting"
+        control = self._controls.get(name)
+        return "sleeping" if control and control.is_asleep else "ready"
 
     def _check(self, name: str) -> None:
         if name not in self._models:

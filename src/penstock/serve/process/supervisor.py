@@ -29,6 +29,7 @@ from .api_processes import ApiProcesses
 from .instances import Instances
 from .metrics_files import metrics_folder
 from .registration import stay_registered
+from .server_record import RecordFile
 from .supervised_models import SupervisedModels
 
 logger = logging.getLogger("penstock")
@@ -37,6 +38,8 @@ SO_ATTACH_FILTER = 26
 """Linux socket option that Python's ``socket`` does not define."""
 BACKLOG = 4096
 """Maximum number of connections waiting to be accepted."""
+RECORD_INTERVAL = 0.5
+"""Seconds between two updates of the server's record."""
 KILL_TIMEOUT = 10.0
 """Seconds after ``drain_timeout`` after which a running API process is killed."""
 
@@ -49,6 +52,7 @@ class Supervisor:
         models: all models, loaded or not.
         fetch: downloads the model if needed; returns the configuration with a local folder as ``engine.model``.
         started: start time of the command, on the monotonic clock.
+        record: record of the server for ``penstock ps``.
     """
 
     def __init__(
@@ -57,11 +61,15 @@ class Supervisor:
         models: Sequence[ModelEntry],
         fetch: Callable[[Configuration], Configuration],
         started: float,
+        record: RecordFile,
     ) -> None:
         self._configuration = configuration
         self._entries = models
         self._fetch = fetch
         self._started = started
+        self._record = record
+        self._is_ready = False
+        """True once the required models are loaded."""
         self._stop = asyncio.Event()
         self._grpc_address = ""
         self._instances: Instances | None = None
@@ -99,9 +107,12 @@ class Supervisor:
                     self._entries[0].configuration, lambda used: self._models.set_instances(used)
                 )
             self._models = SupervisedModels(self._entries, self._fetch, self._api_processes, self._instances)
+            self._record.update(url=url_of(options, listeners[0]) if options.port >= 0 else "")
+            self._record.update(grpc_address=self._grpc_address)
             stopped: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
             tasks: list[asyncio.Task[object]] = [
                 stopped,
+                asyncio.create_task(self._keep_record()),
                 asyncio.create_task(self._api_processes.run()),
                 asyncio.create_task(self._serve(listeners)),
             ]
@@ -114,6 +125,7 @@ class Supervisor:
                 return 2 if self._api_processes.misconfigured else 1
             finally:
                 self._stop.set()
+                self._update_record()
                 if self._registration:
                     self._registration.cancel()
                     await asyncio.gather(self._registration, return_exceptions=True)
@@ -144,6 +156,24 @@ class Supervisor:
             self._models.stop_restarting()
             self._stop.set()
 
+    async def _keep_record(self) -> None:
+        """Update the server's record until cancelled."""
+        while True:
+            self._update_record()
+            await asyncio.sleep(RECORD_INTERVAL)
+
+    def _update_record(self) -> None:
+        models = self._models.states
+        loaded = set(models.values()) - {"unloaded", "unloading"}
+        state = "sleeping" if loaded == {"sleeping"} else "starting"
+        if "ready" in loaded or not loaded:
+            state = "ready"
+        if not self._is_ready:
+            state = "starting"
+        if self._stop.is_set():
+            state = "draining"
+        self._record.update(models=models, state=state, device=self._models.device or self._record.record.device)
+
     def _restart_engines(self) -> None:
         """Replace the engine processes (SIGHUP)."""
         if self._stop.is_set() or (self._restarting and not self._restarting.done()):
@@ -164,6 +194,8 @@ class Supervisor:
             if model.required and (ready := await self._models.load(model.name)):
                 fields = fields or {"kv_blocks": ready.num_blocks, "kernels": ready.fingerprint}
         await self._api_processes.wait_ready()
+        self._is_ready = True
+        self._update_record()
         fields = {"seconds": time.monotonic() - self._started, **fields}
         options = self._configuration.server
         urls = [url_of(options, listener) for listener in listeners]
