@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import pytest
 from image_checkpoints import plain, save_colours
 from repository import TESTS
 from scripted_model import scripted_model, tool_call
 from serving import Served
+from terminal import LIMIT, Terminal
 
 LOCAL = ("--num-gpu-blocks-override", "200", "--temperature", "0")
 KEY = "a-key-for-tests"
 CHAT = [sys.executable, "-m", "penstock.cli.main", "chat"]
-WITHOUT_TORCH = """
+LIGHT = """
 import sys
 from penstock.cli.main import main
 
 status = main()
-sys.exit(99 if "torch" in sys.modules else status)
+sys.exit(99 if {"torch", "prompt_toolkit"} & set(sys.modules) else status)
 """
 WEATHER = {
     "name": "get_weather",
@@ -41,6 +35,7 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 IN_PARIS = "巴黎今天天气怎么样？"
+CURSOR_UP, CURSOR_LEFT = "\x1b[A", "\x1b[D"
 NAME_QUESTIONS = ["My name is Anna.", "What is my name?"]
 
 
@@ -56,75 +51,44 @@ def run_piped(*arguments: str, lines: list[str], command: list[str] = CHAT) -> s
     return subprocess.run([*command, *arguments], input=stdin, capture_output=True, text=True, env=environment)
 
 
-class Person:
-    """User of a chat command in a pseudo-terminal."""
+class Person(Terminal):
+    """User of a chat command in a terminal that is large enough for the whole conversation."""
 
     def __init__(
         self, home: Path, *arguments: str, command: Sequence[str] = CHAT, environment: Mapping[str, str] = {}
     ) -> None:
-        self._terminal, slave = pty.openpty()
-        state = {"XDG_STATE_HOME": str(home), "OPENAI_API_KEY": KEY}
-        self._process = subprocess.Popen(
-            [*command, *arguments],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env={**os.environ, "TERM": "xterm", **environment, **state},
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # lets Ctrl-C reach the command
-        )
-        os.close(slave)
-        self.seen = ""
-        """Output received since the last ``type``."""
+        environment = {"OPENAI_API_KEY": KEY, **environment}
+        super().__init__(*command, *arguments, columns=200, lines=4000, folder=home, environment=environment)
+        self._from = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._terminal)
+    @property
+    def seen(self) -> str:
+        """Lines of the screen from the line of the last ``type`` on."""
+        cursor, lines = self.screen.cursor, []
+        for row in range(self._from, max((row for row, cells in self.screen.buffer.items() if cells), default=0) + 1):
+            cells = [self.screen.buffer[row][column].data for column in range(self.screen.columns)]
+            typed = cursor.x if row == cursor.y else 0
+            lines.append("".join(cells[:typed]) + "".join(cells[typed:]).rstrip())
+        return "\n".join(lines).rstrip("\n")
 
     def type(self, text: str) -> None:
-        self.seen = ""
-        os.write(self._terminal, text.encode())
+        self._from = self.screen.cursor.y
+        super().type(text)
 
-    def see(self, pattern: str, limit: float = 60.0) -> re.Match[str]:
-        """Wait until the output since the last ``type`` matches ``pattern``; return the match."""
+    def see(self, pattern: str, limit: float = LIMIT) -> re.Match[str]:
+        """Wait until the screen from the line of the last ``type`` on matches ``pattern``; return the match."""
         deadline = time.monotonic() + limit
         while not (found := re.search(pattern, self.seen, re.DOTALL)):
-            assert self._read(deadline), f"no {pattern!r} in {self.seen!r}"
+            assert self.read(deadline), f"no {pattern!r} in {self.seen!r}"
         return found
 
-    def interrupt(self, pattern: str) -> None:
-        """Press Ctrl-C until ``pattern`` is shown: while readline handles keys, Ctrl-C waits for the next press."""
-        for _ in range(6):
-            self.type("\x03")
-            with suppress(AssertionError):
-                self.see(pattern, limit=3)
-                return
-        raise AssertionError(f"no {pattern!r} in {self.seen!r}")
-
     def leave(self, key: str) -> int:
-        """Press a key until the command ends; return its exit status. readline may lose a Ctrl-C after its prompt."""
-        for _ in range(6):
-            self.type(key)
-            deadline = time.monotonic() + 5
-            while self._read(deadline):
-                pass
-            with suppress(subprocess.TimeoutExpired):
-                return self._process.wait(5)
-        raise AssertionError(f"the command does not end: {self.seen!r}")
-
-    def _read(self, deadline: float) -> bool:
-        ready, _, _ = select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))
-        try:
-            self.seen += os.read(self._terminal, 65536).decode(errors="replace") if ready else ""
-        except OSError:  # the command has closed its side of the terminal
-            return False
-        return bool(ready)
+        """Press a key that ends the command; return its exit status."""
+        self.type(key)
+        deadline = time.monotonic() + LIMIT
+        while self.read(deadline):
+            pass
+        return self.process.wait(LIMIT)
 
 
 def test_commands_undo_save_and_load_conversation(served: Served, tmp_path: Path) -> None:
@@ -191,15 +155,18 @@ def test_answer_is_streamed_and_ctrl_c_stops_answer(
     server = request.getfixturevalue("served") if remote else None
     arguments = ("--url", server.url, "--temperature", "0") if server else LOCAL
     with Person(tmp_path, *arguments) as person:
-        person.see(r"[⠋⠙⠹].*penstock-demo .*/help lists.*> ", limit=60)
-        assert " engine: " not in person.seen
+        person.see(r"penstock-demo .*/help lists.*> ")
+        assert re.search("[⠋⠙⠹]", person.received) and " engine: " not in person.received
         person.type("half a question")
         person.see("half a question")
-        person.interrupt(r"press Ctrl-C again.*\n> ")
+        person.type("\x03")
+        person.see("half a question\n> ")
+        person.type("\x03")
+        person.see(r"press Ctrl-C again.*\n> ")
         person.type("/set ignore_eos true\n")
         person.see("\n.*> ")
         person.type("Tell me a story.\n")
-        person.see(r"story\.\r\n.*\w{3,} \w+ .* \w+ .* \w+ ")
+        person.see(r"story\.\n.*\w{3,} \w+ .* \w+ .* \w+ ")
         person.type("\x03")
         person.see("\n.*> ")
         person.type(f"/save {tmp_path / 'saved.json'}\n")
@@ -208,10 +175,9 @@ def test_answer_is_streamed_and_ctrl_c_stops_answer(
         assert question["content"] == "Tell me a story."
         assert 10 < len(answer["content"]) < 5000, "the answer must be stopped long before the context is full"
         person.type('/clear\n/set ignore_eos\n"""What is the\ncapital of Canada?"""\n')
-        person.see(
-            r"The capital of Canada is Ottawa\.\r\n\x1b\[2m\d+ tokens, [\d.]+ tokens/s, "
-            r"first token after [\d.]+ s\x1b\[0m"
-        )
+        person.see(r"Ottawa\..*tokens/s.*> ")
+        statistics = r"\x1b\[2m\d+ tokens, [\d.]+ tokens/s, first token after [\d.]+ s\x1b\[0m"
+        assert re.search(rf"The capital of Canada is Ottawa\.\r\n{statistics}", person.received)
         person.type("/retry\n")
         person.see(r"Ottawa\..*tokens/s.*> ")
         person.type("What is the capital\\\nof Canada?\n")
@@ -221,11 +187,9 @@ def test_answer_is_streamed_and_ctrl_c_stops_answer(
         questions = [message["content"] for message in json.loads((tmp_path / "saved.json").read_text())[::2]]
         assert questions == ["What is the\ncapital of Canada?", "What is the capital\nof Canada?"]
         if remote:
-            person.interrupt(r"press Ctrl-C again.*\n> ")
+            person.type("\x03")
+            person.see(r"press Ctrl-C again.*\n> ")
         assert person.leave("\x03" if remote else "\x04") == 0
-    history = (tmp_path / "penstock" / "chat_history").read_text().splitlines()
-    assert "Tell me a story." in history
-    assert "of Canada?" in history
 
 
 @pytest.mark.slow
@@ -241,7 +205,7 @@ def test_piped_lines_continue_one_conversation(served: Served) -> None:
         "Hi",
         "/info",
     ]
-    local = run_piped(*LOCAL, lines=lines, command=[sys.executable, "-c", WITHOUT_TORCH, "chat"])
+    local = run_piped(*LOCAL, lines=lines, command=[sys.executable, "-c", LIGHT, "chat"])
     remote = run_piped("--url", served.url, "--temperature", "0", lines=lines)
     assert local.returncode == remote.returncode == 1, local.stderr + remote.stderr
     answers = local.stdout.splitlines()
@@ -308,7 +272,8 @@ def test_tool_calls_run_command_or_ask_for_result(remote: bool, tmp_path: Path, 
         assert roles == ["user", "assistant", "tool", "assistant"]
         person.type("/regenerate\n")
         person.see(r"\[y/N\] ")
-        person.interrupt(f"calls have no result; removed the message: {IN_PARIS}.*> ")
+        person.type("\x03")
+        person.see(f"calls have no result; removed the message: {IN_PARIS}.*> ")
         person.type(f"/load {tmp_path / 'saved.json'}\n/tools\n")
         person.see("get_weather +查询城市的天气")
         person.type("Thanks. What is the capital of Canada?\n")
@@ -358,14 +323,17 @@ def test_reasoning_is_dimmed_or_folded_on_terminal(served: Served, tmp_path: Pat
         person.type('/set chat_template_kwargs {"enable_thinking": true}\n')
         person.see("\n.*> ")
         person.type(f"{question}\n")
-        shown = person.see(r"\?\r\n((?:\x1b\[2m[^\x1b]*\x1b\[0m)+)([^\x1b]+)\x1b\[2m\d+ tokens.*> ")
+        person.see(r"\d+ tokens.*> ")
+        dimmed = r"((?:\x1b\[2m[^\x1b]*\x1b\[0m)+)"
+        shown = re.search(rf"{dimmed}([^\x1b]+)\x1b\[2m\d+ tokens", person.received)
+        assert shown
         reasoning = re.sub(r"\x1b\[\d+m", "", shown[1]).strip()
         assert len(reasoning) > 5
         assert "42" in shown[2]
         person.type("/reasoning fold\n")
         person.see("\n.*> ")
         person.type("/regenerate\n")
-        folded = person.see(r"thinking \(/reasoning shows it\)(.*)\x1b\[2m\d+ tokens.*> ")
+        folded = person.see(r"thinking \(/reasoning shows it\)(.*)\n\d+ tokens.*> ")
         assert "42" in folded[1]
         assert reasoning not in folded[1]
         person.type("/reasoning\n")
@@ -384,20 +352,76 @@ def test_images_are_attached_from_paths(tmp_path: Path) -> None:
         person.see(r"/help lists.*> ")
         quoted = str(paths[0]).replace(" ", "\\ ")
         person.type(f"Which colour? {quoted}\n")
-        person.see(r"image: .*a red one\.png.*\r\n.*red\r\n.*1 tokens, .*first token after.*> ")
+        person.see(r"image: .*a red one\.png.*\n.*red\n.*1 tokens, .*first token after.*> ")
         person.type(f"/reset\n/image {paths[1]}\n")
         person.see("will be sent with the next message.*> ")
         person.type("Which colour?\n")
-        person.see(r"\ngreen\r\n.*> ")
+        person.see(r"\ngreen\n.*> ")
         person.type(f"/reset\n'{paths[0]}'\n")
         person.see("type a message to send.*> ")
         person.type("Which colour?\n")
-        person.see(r"\nred\r\n.*> ")
+        person.see(r"\nred\n.*> ")
         person.type(f"/image {tmp_path / 'none.png'}\n/image {folder / 'config.json'}\n")
         person.see("none.png cannot be read: No such file.*config.json is not an image")
     with Served("--model", str(folder), "--num-gpu-blocks-override", "32") as server:
         result = run_piped("--url", server.url, "--image", str(paths[1]), "--max-tokens", "1", lines=["Which colour?"])
     assert result.stdout == "green\n", result.stderr
+
+
+def test_paste_line_breaks_and_wide_characters_are_edited(served: Served, tmp_path: Path) -> None:
+    saved = tmp_path / "saved.json"
+    with Person(tmp_path, "--url", served.url, "--max-tokens", "1") as person:
+        person.see("/help lists.*> ")
+        person.type(f"\x1b[200~one\ntwo\x1b[201~\x1b\r中文字{CURSOR_LEFT}\x08\r")
+        person.see("> one\n. two\n. 中字\n.*tokens/s.*> ")
+        person.type(f"天气{CURSOR_LEFT}\x7f热\r")
+        person.see("> 热气\n.*tokens/s.*> ")
+        person.type(f"/save {saved}\r")
+        person.see("\n> ")
+    questions = [message["content"] for message in json.loads(saved.read_text())[::2]]
+    assert questions == ["one\ntwo\n中字", "热气"]
+
+
+@pytest.mark.slow
+def test_history_is_searched_and_private(served: Served, tmp_path: Path) -> None:
+    history = tmp_path / "penstock" / "chat_history"
+    history.parent.mkdir()
+    history.write_text("".join(f"\n+message {number}\n" for number in range(1500)))
+    with Person(tmp_path, "--url", served.url) as person:
+        person.see("/help lists.*> ")
+        person.type(CURSOR_UP)
+        person.see("> message 1499$")
+        person.type("\x15/system 一\x1b\r二\r")
+        person.see("\n> ")
+        assert person.leave("\x04") == 0
+    assert history.stat().st_mode & 0o777 == 0o600
+    kept = history.read_text().splitlines()
+    assert "+message 501" in kept and "+message 499" not in kept
+    with Person(tmp_path, "--url", served.url) as person:
+        person.see("/help lists.*> ")
+        person.type("\x12一")
+        person.see("> /system 一\n. 二")
+        person.type("\r\x03")
+        person.see("> $")
+        assert person.leave("\x04") == 0
+
+
+def test_commands_and_arguments_are_completed(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "图 片.png").touch()
+    with Person(tmp_path, "--url", served.url) as person:
+        person.see("/help lists.*> ")
+        person.type("/re\t")
+        person.see("/reset .*start a new conversation.*/reasoning .*/regenerate ")
+        person.type("g\t")
+        person.see("> /regenerate$")
+        person.type("\x15/set freq\t")
+        person.see("> /set frequency_penalty$")
+        person.type("\x15/reasoning f\t")
+        person.see("> /reasoning fold$")
+        person.type(f"\x15/image {tmp_path}/图\t")
+        person.see("图 片.png$")
+        person.type("\r")
+        person.see("will be sent.*\n> ")
 
 
 def test_plain_terminal_gets_no_escapes(served: Served, tmp_path: Path) -> None:
@@ -407,10 +431,8 @@ def test_plain_terminal_gets_no_escapes(served: Served, tmp_path: Path) -> None:
         person.type("/system 加拿大\n/help\n")
         person.see(r"/regenerate .*> ")
         person.type("What is the capital of Canada?\n")
-        person.see(
-            r"The capital of Canada is Ottawa\.\r\n\d+ tokens, [\d.]+ tokens/s, first token after [\d.]+ s\r\n> "
-        )
-        assert "\x1b" not in person.seen
+        person.see(r"The capital of Canada is Ottawa\.\n\d+ tokens, [\d.]+ tokens/s, first token after [\d.]+ s\n> ")
+        assert "\x1b" not in person.received
 
 
 @pytest.mark.slow

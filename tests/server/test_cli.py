@@ -190,7 +190,7 @@ def test_help_loads_no_torch_and_names_units() -> None:
     [
         ("penstock.serve.process.api_server", "torch numpy"),
         ("penstock.serve.process.supervisor", "torch starlette uvicorn"),
-        ("penstock.cli.main", "torch starlette huggingface_hub asyncio"),
+        ("penstock.cli.main", "torch starlette huggingface_hub asyncio prompt_toolkit"),
         ("penstock.engine.executor.node_process", "torch starlette uvicorn"),
         ("penstock.engine.service.server", "starlette uvicorn prometheus_client huggingface_hub tokenizers"),
         ("penstock.engine.engine", "starlette uvicorn prometheus_client tokenizers"),

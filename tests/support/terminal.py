@@ -10,12 +10,17 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Callable
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Mapping
 from html import escape
 from itertools import groupby
 from pathlib import Path
+from typing import Self
 
 import pyte
+
+LIMIT = 60.0
+"""Maximum seconds of waiting."""
 
 WIDTH, HEIGHT = 8.4, 18
 """Size of a character in pixels."""
@@ -34,41 +39,62 @@ COLOURS = {
 
 
 class Terminal:
-    """A terminal of the given size that runs a command."""
+    """A terminal of the given size that runs a command, which keeps its state in ``folder``."""
 
-    def __init__(self, *command: str, columns: int, lines: int, folder: Path) -> None:
+    def __init__(
+        self, *command: str, columns: int, lines: int, folder: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.screen = pyte.Screen(columns, lines)
-        self._stream = pyte.ByteStream(self.screen)
+        self.received = ""
+        """Output since the last ``type``, with escape sequences."""
+        self._stream = pyte.Stream(self.screen)
+        self._decode = getincrementaldecoder("utf-8")("replace").decode
         self._terminal, child = pty.openpty()
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")
-        }
-        self._process = subprocess.Popen(
+        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        settings = {"TERM": "xterm-256color", "XDG_STATE_HOME": str(folder)}
+        self.process = subprocess.Popen(
             command,
             stdin=child,
             stdout=child,
             stderr=child,
-            env=environment | {"TERM": "xterm-256color", "XDG_STATE_HOME": str(folder), "PYTHONIOENCODING": "utf-8"},
+            env={**inherited, **settings, **(environment or {})},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # lets Ctrl-C reach the command
         )
         os.close(child)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def type(self, text: str) -> None:
+        self.received = ""
         os.write(self._terminal, text.encode())
+
+    def read(self, deadline: float) -> bool:
+        """Show the next output of the command; returns False if it has none before the deadline."""
+        ready, _, _ = select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))
+        try:
+            text = self._decode(os.read(self._terminal, 1 << 16)) if ready else ""
+        except OSError:  # the command has closed its side of the terminal
+            return False
+        self.received += text
+        self._stream.feed(text)
+        return bool(ready)
 
     def wait_for(self, condition: Callable[[str], bool]) -> str:
         """Wait until ``condition`` holds for the text of the screen; return that text."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT
         while not condition(text := "\n".join(self.screen.display)):
-            assert select.select([self._terminal], [], [], deadline - time.monotonic())[0], text
-            self._stream.feed(os.read(self._terminal, 1 << 16))
+            assert self.read(deadline), text
         return text
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
         os.close(self._terminal)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +13,13 @@ from penstock.core.errors import invalid
 
 from ..flags import add_model, add_options, options_of
 from ..running_servers import only_url
+from ..screen import has_escapes
 from ..served_models import DEMO
 
 if TYPE_CHECKING:
     from .engine_backend import Engine
     from .server_backend import Server
+    from .terminal import Editor
 
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_tokens", "sampling_seed": "seed"}
 """Sampling parameters by flag."""
@@ -82,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         mcp = McpTools(args.mcp_config)
     if args.url is None and _has_no_engine_options(args) and (url := only_url()):
         args.url = f"{url}/v1"
-    terminal = Terminal()
+    terminal = Terminal(_editor())
     backend = _backend(args)
     with start_blocking_portal() as portal, ExitStack() as stack:
         with terminal.waiting(f"loading {backend.about}" if args.url is None else f"connecting to {args.url}"):
@@ -95,6 +98,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _has_no_engine_options(args: argparse.Namespace) -> bool:
     return args.model_tag is None and args.config is None and not any(hasattr(args, name) for name in args.options)
+
+
+def _editor() -> Editor | None:
+    """Line editor if a person types the messages; None in a pipe."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return None
+    from .terminal import PlainEditor
+
+    if not has_escapes():
+        return PlainEditor()
+    from .commands import COMMANDS
+    from .editor import ChatEditor
+
+    return ChatEditor(COMMANDS)
 
 
 def _backend(args: argparse.Namespace) -> Engine | Server:

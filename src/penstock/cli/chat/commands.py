@@ -19,7 +19,7 @@ def _help(session: Session, rest: str) -> None:
     width = max(len(usage) for usage, _ in rows) + 2
     for usage, about in rows:
         session.terminal.print_line(f"{usage:<{width}}{about}")
-    session.terminal.print_line('A line that ends with \\ continues on the next line; """ encloses several lines.')
+    session.terminal.print_line('Alt-Enter, or \\ before Enter, inserts a line break; """ encloses several lines.')
 
 
 def _image(session: Session, rest: str) -> None:
@@ -96,11 +96,16 @@ COMMANDS = {
     "image": Command("FILE or URL", "send an image with the next message; pasting a path also works", _image),
     "tools": Command("FILE", "load tools from a JSON file (none: remove them); without FILE, list all tools", _tools),
     "reasoning": Command(
-        "show or fold", "show or hide reasoning; without argument, print the last answer's reasoning", _reasoning
+        "show or fold",
+        "show or hide reasoning; without argument, print the last answer's reasoning",
+        _reasoning,
+        ("show", "fold"),
     ),
     "undo": Command("", "remove the last message and its answer", _undo),
     "regenerate": Command("", "answer the last message again (also /retry)", lambda session, _: session.ask_again()),
-    "set": Command("NAME VALUE", "set a sampling parameter; without VALUE, reset it; without NAME, list all", _set),
+    "set": Command(
+        "NAME VALUE", "set a sampling parameter; without VALUE, reset it; without NAME, list all", _set, FIELDS
+    ),
     "save": Command("FILE", "save the messages as JSON", _save),
     "load": Command("FILE", "continue with saved messages", _load),
     "info": Command("", "show model, tokens and speed", _info),

@@ -48,7 +48,7 @@ def pasted_images(line: str) -> tuple[str, list[str]]:
         return match[0]
 
     text = PATH.sub(extract, line)
-    return (" ".join(text.split()), found) if found else (line, [])
+    return (text.strip(), found) if found else (line, [])
 
 
 def _as_path(given: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -58,6 +58,8 @@ class Command(NamedTuple):
     """Description of the argument, for the help."""
     about: str
     run: Callable[[Session, str], None]
+    words: Sequence[str] = ()
+    """First words of the argument, for completion; files are completed if ``takes`` starts with FILE."""
 
 
 @dataclass
@@ -98,6 +100,10 @@ class Session:
             except PenstockError as error:
                 self.terminal.print_error(str(error))
                 self._unanswered += 1
+            except KeyboardInterrupt:
+                if not self.terminal.is_interactive:
+                    raise
+                self.terminal.print_line("")
             if self.leaving:
                 break
         return int(self._unanswered > 0 and not self.terminal.is_interactive)
@@ -233,14 +239,18 @@ class Session:
             self.terminal.note(f"stopped at max_tokens ({maximum})")
 
     def _is_command(self, line: str) -> bool:
-        name = line.removeprefix("/").partition(" ")[0]
-        return line.startswith("/") and name in (*self.commands, *self.aliases)
+        return line.startswith("/") and _name_and_argument(line)[0] in (*self.commands, *self.aliases)
 
     def _command(self, line: str) -> None:
-        name, _, rest = line.removeprefix("/").partition(" ")
+        name, argument = _name_and_argument(line)
         name = self.aliases.get(name, name)
         if name not in self.commands:
             hint = did_you_mean(name, [*self.commands, *self.aliases])
             message = f"there is no command /{name}{hint} (to send it as a message, put a space before it)"
             raise PenstockError(Code.NOT_FOUND, message)
-        self.commands[name].run(self, rest.strip())
+        self.commands[name].run(self, argument)
+
+
+def _name_and_argument(command: str) -> tuple[str, str]:
+    name, *argument = command.removeprefix("/").split(maxsplit=1) or [""]
+    return name, argument[0].rstrip() if argument else ""

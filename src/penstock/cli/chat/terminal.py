@@ -10,56 +10,84 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import cycle
 from threading import Event, Thread
-
-from penstock.config.user_folders import user_folder
+from typing import Protocol
 
 from ..screen import can_print, has_escapes
 
-PROMPT, MORE = "> ", ". "
-QUOTES = '"""'
+PROMPT = "> "
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 SPINNER, ASCII_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 FRAME_INTERVAL = 0.1
 """Seconds between two frames of the spinner."""
-HISTORY = 1000
-"""Maximum number of lines in the history file."""
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 """Control characters, which are removed from answers."""
 
 
-class Terminal:
-    """Standard input and output."""
+class Editor(Protocol):
+    """Reads messages and answers to questions from the terminal, with line editing."""
 
-    def __init__(self) -> None:
-        self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    def read(self) -> str:
+        """Read a message. Raises ``KeyboardInterrupt`` for Ctrl-C on an empty line, and ``EOFError`` at the end of
+        input."""
+
+    def ask(self, question: str) -> str:
+        """Read a line after a question. Raises ``KeyboardInterrupt`` and ``EOFError``."""
+
+
+class PlainEditor:
+    """Reads lines in a terminal without escape sequences; the terminal itself has the editing keys."""
+
+    def read(self) -> str:
+        return self.ask(PROMPT)
+
+    def ask(self, question: str) -> str:
+        try:
+            return input(question)
+        except (EOFError, KeyboardInterrupt):
+            print()
+            raise
+
+
+class Terminal:
+    """Standard input and output.
+
+    Args:
+        editor: reads the user's lines in a terminal; None: standard input or output is a pipe or a file.
+    """
+
+    def __init__(self, editor: Editor | None) -> None:
+        self._editor = editor
         self._escapes = has_escapes()
         self._spinner = SPINNER if can_print(SPINNER) else ASCII_SPINNER
+
+    @property
+    def is_interactive(self) -> bool:
+        """True if a person types the messages in a terminal."""
+        return self._editor is not None
 
     def lines(self) -> Iterator[str]:
         """Yield the user's messages until the end of input.
 
-        In a terminal, a line that ends with a backslash continues on the next line, and triple quotes enclose several
-        lines. Ctrl-C clears the line, and a second Ctrl-C ends the input. In a pipe, each non-blank line is a message.
+        In a terminal, Ctrl-C cancels the line, and pressed twice on an empty line ends the input. In a pipe, each
+        non-blank line is a message.
         """
-        if not self.is_interactive:
+        if self._editor is None:
             yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
             return
         cleared = False
-        with _history(), suppress(EOFError):
+        with suppress(EOFError):
             while True:
                 try:
-                    text = self._read()
+                    text = self._editor.read()
                 except KeyboardInterrupt:
                     if cleared:
                         break
                     cleared = True
-                    print()
                     self.note("press Ctrl-C again to exit")
                     continue
                 cleared = False
                 if text.strip():
                     yield text
-        print()
 
     def write(self, text: str) -> None:
         """Write text of an answer, unbuffered."""
@@ -81,15 +109,12 @@ class Terminal:
 
     def ask(self, question: str) -> str | None:
         """Read a line from the user; None at the end of input, or if Ctrl-C is pressed."""
-        if not self.is_interactive:
+        if self._editor is None:
             return sys.stdin.readline().rstrip("\n") or None
         try:
-            return input(question)
-        except EOFError:
-            print()
-        except KeyboardInterrupt:
-            print()
-        return None
+            return self._editor.ask(question)
+        except (EOFError, KeyboardInterrupt):
+            return None
 
     def print_error(self, text: str) -> None:
         print(f"penstock chat: {text}", file=sys.stderr, flush=True)
@@ -136,34 +161,3 @@ class Terminal:
 
     def _dim(self, text: str) -> str:
         return f"{DIM}{text}{NORMAL}" if self._escapes and not os.environ.get("NO_COLOR") else text
-
-    def _read(self) -> str:
-        line = input(PROMPT)
-        if line.startswith(QUOTES):
-            text = line.removeprefix(QUOTES)
-            while not text.rstrip().endswith(QUOTES):
-                text += "\n" + input(MORE)
-            return text.rstrip().removesuffix(QUOTES)
-        while line.endswith("\\"):
-            line = line[:-1] + "\n" + input(MORE)
-        return line
-
-
-@contextmanager
-def _history() -> Iterator[None]:
-    """Enable line editing with a history, which is saved in a file."""
-    try:
-        import readline
-    except ImportError:  # without readline, input() has no line editing
-        yield
-        return
-    path = user_folder("XDG_STATE_HOME", ".local/state") / "penstock" / "chat_history"
-    with suppress(OSError):
-        readline.read_history_file(path)
-    readline.set_history_length(HISTORY)
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # the home folder may be read-only
-            path.parent.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(path)
