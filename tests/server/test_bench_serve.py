@@ -124,7 +124,7 @@ def test_random_prompts_use_vocabulary_tokens_and_depend_on_seed() -> None:
 
 
 def sample(sent: float, chunks: list[float], output_tokens: int, **fields: object) -> Sample:
-    result = Sample(10, sent, sent, array("d", chunks), chunks[-1], output_tokens, 0, True, Outcome.OK)
+    result = Sample(10, sent, sent, sent, array("d", chunks), chunks[-1], output_tokens, 0, True, Outcome.OK)
     for name, value in fields.items():
         setattr(result, name, value)
     return result
@@ -141,8 +141,8 @@ SAMPLES = [
 
 def test_results_match_hand_computed_values() -> None:
     results = report.compute_results(SAMPLES, [50, 99], ["ttft", "tpot", "itl", "e2el"], {})
-    assert (results["completed"], results["refused"], results["failed"]) == (3, 1, 1)
-    assert results["errors"] == {"429 full": 1, "500 broken": 1}
+    assert (results["completed"], results["failed"], results["refused"]) == (3, 2, 1)
+    assert results["error_counts"] == {"429 full": 1, "500 broken": 1}
     assert (results["total_input_tokens"], results["total_cached_tokens"], results["total_output_tokens"]) == (30, 8, 9)
     assert results["duration"] == pytest.approx(2.0)
     assert results["request_throughput"] == pytest.approx(1.5)
@@ -175,7 +175,7 @@ def test_goodput_counts_requests_within_all_limits(limits: dict[str, float], kep
 def test_table_shows_results_and_client_bottleneck() -> None:
     results = report.compute_results(SAMPLES[2:], [99.9], ["ttft", "itl"], {"ttft": 250})
     table = report.table(results | {"model_id": "m", "client_cpu": 0.95}, [99.9], ["ttft", "itl"])
-    assert "1 ok, 1 refused, 1 failed" in table
+    assert "1 ok, 2 failed (1 of them refused)" in table
     assert re.search(r"^TTFT +300.00 +300.00 +300.00$", table, re.MULTILINE)
     assert re.search(r"^ITL +– +– +–$", table, re.MULTILINE)
     assert "p99.9" in table
@@ -323,13 +323,13 @@ def test_help_imports_no_large_library() -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--num-prompts", "0", "num_prompts: 0 is wrong: it must be at least 1"),
+        ("--num-prompts", "0", "--num-prompts: '0' is wrong: it must be at least 1"),
         ("--goodput", "itl:5", "goodput: itl is not one of ttft, tpot, e2el"),
         ("--goodput", "ttft:0", "goodput: 0 is wrong"),
         ("--metric-percentiles", "90,101", "metric_percentiles: 101 is wrong"),
         ("--header", "name", "header: 'name' must contain '='"),
-        ("--extra-body", "[]", "extra_body: must be a JSON object"),
-        ("--json", "/nowhere/file", "json: /nowhere/file cannot be written"),
+        ("--extra-body", "[]", "--extra-body: '[]' is wrong: it is not a JSON object"),
+        ("--json", "/dev/null/file", "json: /dev/null/file cannot be written"),
         ("--picture", "load.gif", "picture: load.gif is not one of .png, .svg, .pdf"),
     ],
 )

@@ -19,11 +19,11 @@ COMMIT = PACKAGE / "COMMIT"
 
 def version_line() -> str:
     """Version, such as ``0.0.1 (commit f74d6e3, kernels avx512bf16)``."""
-    known = [f"commit {commit}"] if (commit := _commit()) else []
+    known = [f"commit {found}"] if (found := commit()) else []
     return f"{__version__} ({', '.join([*known, f'kernels {_kernels()}'])})"
 
 
-def _commit() -> str:
+def commit() -> str:
     """Commit of this installation: from git in a checkout, from the file ``COMMIT``, or from pip if it installed from a
     repository. Empty if unknown."""
     checkout = PACKAGE.parents[1]
@@ -34,8 +34,8 @@ def _commit() -> str:
         except (OSError, subprocess.SubprocessError):
             return ""
     if COMMIT.exists():
-        commit, dash, state = COMMIT.read_text().strip().partition("-")
-        return commit[:12] + dash + state
+        number, dash, state = COMMIT.read_text().strip().partition("-")
+        return number[:12] + dash + state
     try:
         origin = json.loads(distribution("penstock-llm").read_text("direct_url.json") or "{}")
     except PackageNotFoundError:

@@ -13,15 +13,20 @@ from penstock.config.sources import read
 from penstock.core import PenstockError
 from penstock.version import __version__
 
+from .machine_report import machine_report
 from .screen import print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print as JSON")
+    about = "add system, GPUs, versions of packages, and environment variables (secrets masked), for a bug report"
+    parser.add_argument("--report", action="store_true", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
     result = inspect_machine()
+    if args.report:
+        result |= machine_report()
     if args.json:
         print_json(result)
     else:

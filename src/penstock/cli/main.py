@@ -98,8 +98,9 @@ def _main(arguments: list[str] | None) -> int:
             module = _module(arguments[0])
             module.add_arguments(parsers[arguments[0]])
             arguments = getattr(module, "expand_arguments", list)(arguments)
-            if add_profile(parsers[arguments[0]], arguments):
-                arguments = [arguments[0], *expand_spellings(parsers[arguments[0]], arguments[1:])]
+            inner, depth = _innermost(parsers[arguments[0]], arguments)
+            if add_profile(inner, arguments):
+                arguments = [*arguments[:depth], *expand_spellings(inner, arguments[depth:])]
         return _run(parser, parsers, arguments)
     except PenstockError as error:
         print(f"penstock {arguments[0]}: {mask(str(error))}", file=sys.stderr)
@@ -126,6 +127,15 @@ def _run(parser: argparse.ArgumentParser, parsers: Mapping[str, argparse.Argumen
         from penstock.config.sources import in_given_terms
 
         raise in_given_terms(error, getattr(args, "given_names", {})) from error
+
+
+def _innermost(parser: argparse.ArgumentParser, arguments: list[str], depth: int = 1) -> tuple[Any, int]:
+    """Parser of the subcommand in ``arguments``, and the number of arguments that name it."""
+    for action in parser._actions:
+        choices = action.choices if isinstance(action, argparse._SubParsersAction) else {}
+        if len(arguments) > depth and (found := choices.get(arguments[depth])):
+            return _innermost(found, arguments, depth + 1)
+    return parser, depth
 
 
 def _flags(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REQUESTS",
         help="maximum number of concurrent requests (default: twice --max-num-seqs, if --max-waiting allows)",
     )
-    add_options(parser, ("model", "engine", "log"), ("served_model_name",))
+    add_options(parser, ("model", "engine", "log"), ("served_model_name",), profiles=True)
 
 
 def run(args: argparse.Namespace) -> int:

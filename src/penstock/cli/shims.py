@@ -165,7 +165,7 @@ SHIMS = [
     _importing("fastdeploy", "fastdeploy/__init__", FASTDEPLOY, "LLM", "SamplingParams"),
     _importing("fastdeploy", "fastdeploy/entrypoints/llm", FASTDEPLOY, "LLM"),
     _importing("fastdeploy", "fastdeploy/engine/sampling_params", FASTDEPLOY, "SamplingParams"),
-    Shim("vllm", "vllm", "main", (), "vllm"),
+    Shim("vllm", "vllm", "compat.vllm", (), "vllm"),
     *_serving("vllm", *VLLM),
     *_vllm_modules("vllm"),
     *_vllm_modules("ascend-vllm"),

@@ -14,6 +14,10 @@ BUSY = 0.9  # share of a core above which the client may be the bottleneck
 LATE = 50.0  # delay of requests in milliseconds above which the client may be the bottleneck
 
 
+TITLES = {"client_queue_time": "client queue time", "e2el_including_client_queue": "E2EL with queue"}
+"""Titles of metrics in the table, if they differ from the name in capitals."""
+
+
 def latencies(samples: Sequence[Sample], metric: str) -> np.ndarray:
     """Values of a metric in milliseconds: one per request, or for ``itl`` one per gap between two chunks.
 
@@ -39,8 +43,11 @@ def token_rate(samples: Sequence[Sample], width: float) -> np.ndarray:
 
     A request's tokens are divided evenly among its chunks.
     """
-    moments = np.concatenate([np.asarray(s.chunks) for s in samples])
-    shares = np.concatenate([np.full(len(s.chunks), s.output_tokens / len(s.chunks)) for s in samples])
+    streamed = [s for s in samples if s.chunks]
+    if not streamed:
+        return np.zeros(1)
+    moments = np.concatenate([np.asarray(s.chunks) for s in streamed])
+    shares = np.concatenate([np.full(len(s.chunks), s.output_tokens / len(s.chunks)) for s in streamed])
     rates: np.ndarray = np.bincount((moments / width).astype(int), shares) / width
     return rates
 
@@ -63,15 +70,16 @@ def compute_results(
     result: dict[str, Any] = {
         "duration": seconds,
         "completed": len(good),
+        "failed": len(samples) - len(good),
         "refused": outcomes[Outcome.REFUSED],
-        "failed": outcomes[Outcome.FAILED],
-        "errors": dict(Counter(s.reason for s in samples if s.reason).most_common()),
+        "error_counts": dict(Counter(s.reason for s in samples if s.reason).most_common()),
         "without_usage": sum(not s.counted for s in good),
         "total_input_tokens": input_tokens,
         "total_cached_tokens": sum(s.cached_tokens for s in good),
         "total_output_tokens": output_tokens,
         "request_throughput": len(good) / seconds,
         "output_throughput": output_tokens / seconds,
+        "request_goodput": None,
         "total_token_throughput": (input_tokens + output_tokens) / seconds,
         "max_output_tokens_per_s": token_rate(good, 1.0).max(),
         "max_concurrent_requests": int(running(good)[1].max()),
@@ -88,11 +96,27 @@ def compute_results(
 
 def _summary(metric: str, values: np.ndarray, percentiles: Sequence[float]) -> dict[str, float | None]:
     """Statistics of a latency metric in milliseconds, by name; None without values."""
-    names = [f"mean_{metric}_ms", f"median_{metric}_ms", *(f"p{p:g}_{metric}_ms" for p in percentiles)]
+    names = [f"{name}_{metric}_ms" for name in ("mean", "std", "median", *(f"p{p:g}" for p in percentiles))]
     if not len(values):
         return dict.fromkeys(names)
-    statistics = [values.mean(), *np.percentile(values, [50, *percentiles])]
+    statistics = [values.mean(), values.std(), *np.percentile(values, [50, *percentiles])]
     return {name: float(value) for name, value in zip(names, statistics, strict=True)}
+
+
+def details(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """Measurements of each request, under vLLM's names. Times are in seconds."""
+    good = [sample.outcome is Outcome.OK for sample in samples]
+    return {
+        "input_lens": [s.input_tokens for s in samples],
+        "output_lens": [s.output_tokens for s in samples],
+        "ttfts": [s.ttft if ok and s.chunks else 0.0 for s, ok in zip(samples, good, strict=True)],
+        "itls": [np.diff(s.chunks).tolist() for s in samples],
+        "latencies": [s.e2el for s in samples],
+        "start_times": [s.sent for s in samples],
+        "queue_times": [s.client_queue_time for s in samples],
+        "generated_texts": ["".join(s.text or ()) for s in samples],
+        "errors": [s.reason for s in samples],
+    }
 
 
 def table(results: Mapping[str, Any], percentiles: Sequence[float], metrics: Sequence[str]) -> str:
@@ -101,23 +125,27 @@ def table(results: Mapping[str, Any], percentiles: Sequence[float], metrics: Seq
     heads = ["mean", "median", *(f"p{p:g}" for p in percentiles)]
     lines += ["", f"{'milliseconds':<20}" + "".join(f"{head:>11}" for head in heads)]
     for metric in metrics:
-        cells = [results[f"{head}_{metric}_ms"] for head in heads]
-        lines.append(f"{metric.upper():<20}" + "".join(f"{'–' if c is None else f'{c:,.2f}':>11}" for c in cells))
+        title, cells = TITLES.get(metric, metric.upper()), [results[f"{head}_{metric}_ms"] for head in heads]
+        lines.append(f"{title:<20}" + "".join(f"{'–' if c is None else f'{c:,.2f}':>11}" for c in cells))
     return "\n".join([*lines, *_notes(results)])
 
 
 def _overview(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    refused, failed = (f", {results[name]:,} {name}" if results[name] else "" for name in ("refused", "failed"))
+    refused = f" ({results['refused']:,} of them refused)" if results["refused"] else ""
+    failed = f", {results['failed']:,} failed{refused}" if results["failed"] else ""
+    goodput = results["request_goodput"]
+    limited = [("goodput", f"{goodput:,.2f} requests/s within the limits")] if goodput is not None else []
     cached = f", {results['total_cached_tokens']:,} of them cached" if results["total_cached_tokens"] else ""
-    goodput = f", {results['request_goodput']:,.2f} within limits" if "request_goodput" in results else ""
     best, maximum = results["max_output_tokens_per_s"], results["max_concurrent_requests"]
     return [
         ("model", results["model_id"]),
-        ("requests", f"{results['completed']:,} ok{refused}{failed}, at most {maximum:,} running"),
+        ("requests", f"{results['completed']:,} ok{failed}"),
+        ("peak concurrency", f"{maximum:,} requests"),
         ("duration", f"{results['duration']:,.2f} s"),
         ("input", f"{results['total_input_tokens']:,} tokens{cached}"),
         ("output", f"{results['total_output_tokens']:,} tokens"),
-        ("request throughput", f"{results['request_throughput']:,.2f} requests/s{goodput}"),
+        ("request throughput", f"{results['request_throughput']:,.2f} requests/s"),
+        *limited,
         ("output throughput", f"{results['output_throughput']:,.1f} tokens/s, {best:,.1f} in the best second"),
         ("total throughput", f"{results['total_token_throughput']:,.1f} tokens/s"),
         ("client", f"{results['client_cpu']:.0%} of a core, sent {results['p99_send_lag_ms']:,.1f} ms late (p99)"),
@@ -126,7 +154,7 @@ def _overview(results: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _notes(results: Mapping[str, Any]) -> list[str]:
     """Warnings about the results."""
-    notes = [f"{count:,} × {reason}" for reason, count in list(results["errors"].items())[:3]]
+    notes = [f"{count:,} × {reason}" for reason, count in list(results["error_counts"].items())[:3]]
     if results["without_usage"]:
         notes.append(f"{results['without_usage']:,} responses had no usage: each of their chunks counts as one token")
     if results["client_cpu"] > BUSY or results["p99_send_lag_ms"] > LATE:

@@ -20,6 +20,8 @@ class Sample(msgspec.Struct):
     """Measurements of a request. Times are in seconds since the start of the load."""
 
     input_tokens: int
+    arrival: float = 0.0
+    """Scheduled arrival of the request."""
     due: float = 0.0
     """Scheduled time of sending: the request's arrival, or when concurrency allows it."""
     sent: float = 0.0
@@ -33,6 +35,8 @@ class Sample(msgspec.Struct):
     """True if the server reported token counts; otherwise each chunk counts as one token."""
     outcome: Outcome = Outcome.FAILED
     reason: str = ""
+    text: list[str] | None = None
+    """Parts of the output, if they are kept."""
 
     @property
     def ttft(self) -> float:
@@ -48,3 +52,13 @@ class Sample(msgspec.Struct):
     def e2el(self) -> float:
         """Seconds from sending to the end of the response."""
         return self.last - self.sent
+
+    @property
+    def client_queue_time(self) -> float:
+        """Seconds from the arrival to sending, which a request waits if ``max_concurrency`` others are running."""
+        return self.sent - self.arrival
+
+    @property
+    def e2el_including_client_queue(self) -> float:
+        """Seconds from the arrival to the end of the response."""
+        return self.last - self.arrival

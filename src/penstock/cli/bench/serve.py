@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import itertools
 import math
 import os
 import sys
 import time
-from datetime import datetime
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from penstock.core import Code, PenstockError
-from penstock.core.errors import invalid
 
 from ..flags import add_fields, read_fields
+from ..screen import print_json
 from .serve_options import ServeOptions
 
 if TYPE_CHECKING:
     from .client import Client
     from .sample import Sample
+    from .server_tokenizer import ServerTokenizer
     from .workload import Request
 
 STANDARD_OUTPUT = "-"
+POLL_INTERVAL = 1.0  # seconds between two attempts of ready_timeout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_fields(parser, ServeOptions)
+    add_fields(parser, ServeOptions, profiles=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,25 +45,29 @@ def run(args: argparse.Namespace) -> int:
     if options.picture:
         _need("matplotlib")
     from . import report
+    from .results import conditions, write
 
-    requests = _requests(options)
-    model, samples, busy = asyncio.run(_load(options, requests))
+    load = asyncio.run(_load(options))
+    samples = load.samples
     if not any(sample.outcome == "ok" for sample in samples):
         print(f"penstock bench: none of {len(samples):,} requests succeeded: {samples[0].reason}", file=sys.stderr)
         return 1
-    percentiles, metrics, goodput = options.percentiles, options.metrics, options.limits
-    measured = report.compute_results(samples, percentiles, metrics, goodput)
-    results = _conditions(options, model, requests) | measured | {"client_cpu": busy}
+    measured = report.compute_results(samples, options.percentiles, options.metrics, options.limits)
+    results = conditions(options, load.model, len(samples)) | measured | {"client_cpu": load.client_cpu}
     if options.json != STANDARD_OUTPUT:
-        print(report.table(results, percentiles, metrics))
-    if options.json:
-        text = json.dumps(results, indent=1) + "\n"
-        print(text, end="") if options.json == STANDARD_OUTPUT else Path(options.json).write_text(text)
+        print(report.table(results, options.percentiles, options.metrics))
+    if options.save_detailed:
+        results |= report.details(samples)
+    if options.json == STANDARD_OUTPUT:
+        print_json(results)
+    elif options.json:
+        write(options, results)
     if options.picture:
         from .plot import draw
 
         rates = f"{results['request_throughput']:,.3g} requests/s, {results['output_throughput']:,.4g} output tokens/s"
-        draw(samples, goodput, f"{model}: {results['completed']:,} requests, {rates}", Path(options.picture))
+        title = f"{load.model}: {results['completed']:,} requests, {rates}"
+        draw(samples, options.limits, title, Path(options.picture))
     return 0
 
 
@@ -71,67 +78,145 @@ def _need(package: str) -> None:
         )
 
 
-def _requests(options: ServeOptions) -> list[Request]:
-    """Create the requests, in order of arrival."""
-    from . import workload
+class Load(NamedTuple):
+    """Results of a load."""
 
-    if _dataset(options) == "random":
+    model: str
+    """Name of the model."""
+    samples: list[Sample]
+    client_cpu: float
+    """Share of a core that the client used, 0 to 1."""
+
+
+async def _load(options: ServeOptions) -> Load:
+    """Warm up and send all requests."""
+    from tqdm import tqdm
+
+    rows = _rows(options)
+    async with _client(options) as client:
+        model = await _when_ready(client, options)
+        requests = await _requests(options, rows, client.tokenizer(model))
+        await _warm_up(client, requests, options)
+        show = None if options.progress else True  # None: only in a terminal
+        with tqdm(total=len(requests), desc="requests", unit="request", disable=show) as bar:
+            worked, started = time.process_time(), time.perf_counter()
+            samples = await client.send_all(requests, options.max_concurrency, lambda _: bar.update())
+            busy = (time.process_time() - worked) / (time.perf_counter() - started)
+    return Load(options.model or model, samples, busy)
+
+
+def _rows(options: ServeOptions) -> list[Any]:
+    """Rows of a dataset whose requests need the server's tokenizer."""
+    from . import datasets
+
+    return datasets.read_rows(options) if options.dataset in datasets.READERS else []
+
+
+async def _requests(options: ServeOptions, rows: list[Any], tokenizer: ServerTokenizer) -> list[Request]:
+    """Create the requests, in order of arrival."""
+    from . import datasets, workload
+
+    num_input, num_output, num_prefix = options.lengths
+    if options.dataset == "random":
         requests = workload.random_requests(
             options.num_prompts,
-            options.random_input_len,
-            options.random_output_len,
-            range_ratio=options.random_range_ratio,
-            prefix_len=options.random_prefix_len,
+            num_input,
+            num_output,
+            range_ratio=options.range_ratio,
+            prefix_len=num_prefix,
             seed=options.seed,
         )
-    else:
+    elif options.dataset == "prefix_repetition":
+        requests = workload.prefix_requests(
+            options.num_prompts, num_input, num_output, num_prefix, options.num_prefixes, options.seed
+        )
+    elif options.dataset == "trace":
         requests = workload.read_trace(
             Path(options.dataset_path),
             options.num_prompts,
             speedup=options.trace_speedup,
             max_input_len=options.max_input_len,
             max_output_len=options.max_output_len,
+            block_size=options.trace_block_size,
+            time_unit=options.trace_time_unit,
         )
-    if not options.request_rate and options.dataset_path:
+    else:
+        requests = await datasets.create_requests(options, rows, tokenizer)
+    return _scheduled(_with_adapters(requests, options), options)
+
+
+def _with_adapters(requests: list[Request], options: ServeOptions) -> list[Request]:
+    if not options.lora_modules:
         return requests
-    times = workload.arrivals(len(requests), options.request_rate or math.inf, options.burstiness, options.seed)
+    names: Iterator[str] = itertools.cycle(options.lora_modules)
+    if options.lora_assignment == "random":
+        names = iter(Random(options.seed).choices(options.lora_modules, k=len(requests)))
+    return [msgspec.structs.replace(request, model=next(names)) for request in requests]
+
+
+def _scheduled(requests: list[Request], options: ServeOptions) -> list[Request]:
+    """Set the arrival times; the times of a trace are kept without a request rate."""
+    from . import workload
+
+    if options.ramp_up_strategy:
+        start, end = options.ramp_up_start_rps, options.ramp_up_end_rps
+        exponential = options.ramp_up_strategy == "exponential"
+        times = workload.ramp(len(requests), start, end, exponential, options.burstiness, options.seed)
+    elif not options.request_rate and options.dataset == "trace":
+        return requests
+    else:
+        times = workload.arrivals(len(requests), options.request_rate or math.inf, options.burstiness, options.seed)
     return [msgspec.structs.replace(request, at=at) for request, at in zip(requests, times, strict=True)]
-
-
-def _dataset(options: ServeOptions) -> str:
-    name = options.dataset_name or ("trace" if options.dataset_path else "random")
-    if (name == "trace") != bool(options.dataset_path):
-        problem = "is required with" if name == "trace" else "cannot be combined with"
-        raise invalid("dataset_path", f"{problem} dataset_name {name}")
-    return str(name)
-
-
-async def _load(options: ServeOptions, requests: list[Request]) -> tuple[str, list[Sample], float]:
-    """Warm up and send all requests; returns the model's name, the samples, and the client's use of a core (0 to 1)."""
-    from tqdm import tqdm
-
-    async with _client(options) as client:
-        model = await client.find_model()
-        await _warm_up(client, requests, options)
-        with tqdm(total=len(requests), desc="requests", unit="request", disable=None) as bar:
-            worked, started = time.process_time(), time.perf_counter()
-            samples = await client.send_all(requests, options.max_concurrency, lambda _: bar.update())
-            busy = (time.process_time() - worked) / (time.perf_counter() - started)
-    return model, samples, busy
 
 
 def _client(options: ServeOptions) -> Client:
     from .client import Client
 
-    body = {"temperature": options.temperature} | ({"model": options.model} if options.model else {})
-    if options.ignore_eos:
+    name = options.served_model_name or options.model
+    body: dict[str, Any] = {"model": name} if name else {}
+    if not options.embeddings and options.temperature is not None:
+        body["temperature"] = options.temperature
+    if options.ignore_eos and not options.embeddings:
         body["ignore_eos"] = True
     key = options.api_key or os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    base_url = options.base_url.rstrip("/").removesuffix("/v1")
     return Client(
-        base_url, options.endpoint, body | options.body, headers | options.headers, options.seed, options.vocab_size
+        options.base_url.rstrip("/").removesuffix("/v1"),
+        options.api,
+        body | options.body,
+        headers | options.headers,
+        options.seed,
+        options.vocab_size,
+        kind=options.kind,
+        request_id_prefix=options.request_id_prefix,
+        insecure=options.insecure,
+        keep_text=options.save_detailed,
     )
+
+
+async def _when_ready(client: Client, options: ServeOptions) -> str:
+    """Name of the model, when the server answers a request of one token; waits at most ``ready_timeout`` seconds.
+
+    Raises ``PenstockError`` with the server's error if the time is over.
+    """
+    from .workload import WARMUPS, Request
+
+    test = Request(((WARMUPS - 1, 1),), 1)
+    deadline = time.monotonic() + options.ready_timeout
+    while True:
+        try:
+            model = await client.find_model()
+            if not options.ready_timeout:
+                return model
+            (sample,) = await client.send_all([test], 1)
+            if sample.outcome == "ok":
+                return model
+            error = PenstockError(Code.UNAVAILABLE, f"{client.url} is not ready: {sample.reason}")
+        except PenstockError as problem:
+            error = problem
+        if time.monotonic() > deadline:
+            raise error
+        await asyncio.sleep(POLL_INTERVAL)
 
 
 async def _warm_up(client: Client, requests: list[Request], options: ServeOptions) -> None:
@@ -144,25 +229,3 @@ async def _warm_up(client: Client, requests: list[Request], options: ServeOption
     samples = await client.send_all(warmups(requests, options.num_warmups), options.max_concurrency)
     if samples and not any(sample.outcome == "ok" for sample in samples):
         raise PenstockError(Code.UNAVAILABLE, f"{client.url}: the warm-up requests failed: {samples[0].reason}")
-
-
-def _conditions(options: ServeOptions, model: str, requests: list[Request]) -> dict[str, Any]:
-    """Parameters of the benchmark, for its results."""
-    rate = options.request_rate or (None if options.dataset_path else math.inf)
-    return {
-        "bench": "serve",
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "base_url": options.base_url,
-        "endpoint": options.endpoint,
-        "model_id": model,
-        "dataset_name": _dataset(options),
-        "dataset_path": options.dataset_path or None,
-        "num_prompts": len(requests),
-        "request_rate": "inf" if rate == math.inf else rate,
-        "burstiness": options.burstiness,
-        "trace_speedup": options.trace_speedup,
-        "max_concurrency": options.max_concurrency,
-        "ignore_eos": options.ignore_eos,
-        "seed": options.seed,
-        "goodput": options.limits,
-    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,10 +11,33 @@ import msgspec
 from penstock.config.option import option
 from penstock.core.errors import invalid
 
-METRICS = ("ttft", "tpot", "itl", "e2el")
+from .option_values import check_writable, json_object, number, pair
+
+METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue")
+REPORTED = "ttft,tpot,itl,e2el"
+"""Default of ``percentile_metrics``."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 """Metrics of a request that ``--goodput`` can limit."""
 PICTURES = (".png", ".svg", ".pdf")
+ENDPOINTS = {
+    "openai": "/v1/completions",
+    "vllm": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+    "openai-embeddings": "/v1/embeddings",
+}
+"""Path of the API by backend."""
+GENERATED = ("random", "prefix_repetition")
+"""Datasets without a file."""
+LENGTHS = {
+    "random": (128, 64, 0),
+    "prefix_repetition": (256, 128, 256),
+    "sonnet": (550, 150, 200),
+    "custom": (0, 256, 0),
+    "sharegpt": (0, 0, 0),
+    "burstgpt": (0, 0, 0),
+    "trace": (0, 0, 0),
+}
+"""Tokens of prompt, output and shared prefix by dataset; 0: those of the file."""
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,101 +45,201 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     base_url: str = "http://127.0.0.1:8000"
     """URL of the server."""
-    endpoint: str = "/v1/completions"
-    """Path of the API. /v1/completions gets token ids, so that input lengths are exact; /v1/chat/completions gets
-    common words of about one token each."""
+    backend: Literal["openai", "vllm", "openai-chat", "openai-embeddings"] | None = None
+    """API: completions (openai, vllm), chats, or embeddings. Default: by endpoint."""
+    endpoint: Annotated[str, option(empty="by backend")] = ""
+    """Path of the API. /v1/completions and /v1/embeddings get token ids, so that input lengths are exact;
+    /v1/chat/completions gets common words of about one token each."""
     model: Annotated[str, option(empty="the first that the server lists")] = ""
     """Name of the model on the server."""
+    tokenizer: Annotated[str, option(empty="the same as model")] = ""
+    """Name of the tokenizer in the results; the server counts tokens."""
+    served_model_name: Annotated[str, option(empty="the same as model")] = ""
+    """Name of the model in requests, if results are to have another one (model)."""
+    lora_modules: tuple[str, ...] = ()
+    """Names of adapters on the server; each request uses one of them instead of the model."""
+    lora_assignment: Literal["random", "round-robin"] = "random"
+    """Choice of a request's adapter."""
     header: tuple[str, ...] = ()
     """Headers of all requests, each as KEY=VALUE."""
+    request_id_prefix: Annotated[str, option(empty="no header")] = ""
+    """Prefix of the header X-Request-Id; the number of the request follows it."""
     api_key: Annotated[str, option(empty="$OPENAI_API_KEY")] = ""
     """API key of the server."""
-    dataset_name: Literal["random", "trace"] | None = None
-    """random prompts, or the lengths, arrival times and shared prefixes of a trace. Default: trace if dataset_path is
-    set, otherwise random."""
+    insecure: bool = False
+    """Accept any certificate of an https server."""
+    dataset_name: Literal["random", "prefix_repetition", "trace", "sharegpt", "custom", "sonnet", "burstgpt"] | None = (
+        None
+    )
+    """random: random prompts; prefix_repetition: random prompts that share prefixes; trace: lengths, arrival times and
+    shared prefixes of a trace; sharegpt, custom, sonnet: prompts of a file; burstgpt: lengths of a file. Default: trace
+    if dataset_path is set, otherwise random."""
     dataset_path: str = ""
-    """Trace file: JSONL as Mooncake's (timestamp, input_length, output_length, hash_ids; equal ids become equal blocks
-    of 512 tokens) or CSV as Azure's (TIMESTAMP,ContextTokens,GeneratedTokens)."""
+    """File of the dataset. trace: JSONL as Mooncake's (timestamp, input_length, output_length, hash_ids; equal ids
+    become equal blocks of tokens) or CSV as Azure's (TIMESTAMP,ContextTokens,GeneratedTokens). sharegpt: JSON list of
+    objects with conversations. custom: JSONL with prompt and, optionally, output_tokens. sonnet: lines of text.
+    burstgpt: CSV with Model, Request tokens, Response tokens."""
+    shuffle: bool = True
+    """Take the rows of sharegpt, custom and burstgpt in random order."""
+    oversample: bool = True
+    """Repeat prompts if sharegpt, custom or burstgpt has fewer than num_prompts."""
+    chat_template: bool = False
+    """Send the prompts of sharegpt, custom and sonnet to /v1/completions with the model's chat template, which the
+    server's /tokenize applies."""
+    chat_template_kwargs: str = "{}"
+    """Variables of the chat template, as JSON."""
     num_prompts: Annotated[int, option(ge=1)] = 100
     """Number of requests; with a trace, the maximum number, from its beginning."""
-    random_input_len: Annotated[int, option("tokens", ge=1)] = 128
-    """Length of random prompts."""
-    random_output_len: Annotated[int, option("tokens", ge=1)] = 64
-    """Number of tokens to generate for random prompts."""
-    random_prefix_len: Annotated[int, option("tokens", ge=0)] = 0
-    """Length of a prefix that all random prompts share, in addition to random_input_len."""
+    input_len: Annotated[int, option("tokens", ge=0)] = 0
+    """Length of prompts without the shared prefix of random and prefix_repetition, or with that of sonnet; 0: 128, of
+    sonnet 550, of prefix_repetition 256."""
+    output_len: Annotated[int, option("tokens", ge=0)] = 0
+    """Number of tokens to generate; 0: 64, of prefix_repetition 128, of sonnet 150, of other files the length in the
+    file, or 256."""
+    prefix_len: Annotated[int, option("tokens", ge=-1)] = -1
+    """Length of a prefix that prompts share; -1: 0, of sonnet 200, of prefix_repetition 256."""
+    num_prefixes: Annotated[int, option(ge=1)] = 10
+    """Number of different prefixes of prefix_repetition."""
     max_input_len: Annotated[int, option("tokens", ge=0)] = 0
     """Maximum length to which prompts of a trace are clipped; 0: not clipped."""
     max_output_len: Annotated[int, option("tokens", ge=0)] = 0
     """Maximum length to which outputs of a trace are clipped; 0: not clipped."""
-    random_range_ratio: Annotated[float, option(ge=0, lt=1)] = 0.0
-    """Random lengths are uniform between 1 - ratio and 1 + ratio times random_input_len and random_output_len."""
+    range_ratio: Annotated[float, option(ge=0, lt=1)] = 0.0
+    """Random lengths are uniform between 1 - ratio and 1 + ratio times input_len and output_len."""
     vocab_size: Annotated[int, option(ge=2)] = 3000
     """Exclusive upper bound of the token ids in prompts, which begin at 1000."""
     ignore_eos: bool = False
     """Generate the full output length, if the server supports ignore_eos."""
-    temperature: float = 0.0
+    temperature: Annotated[float | None, option(empty="the server's")] = 0.0
     """Sampling temperature; 0: greedy."""
     extra_body: str = "{}"
     """Additional fields of all requests, as JSON."""
     seed: Annotated[int, option(ge=0)] = 0
     """Seed of lengths, prompts and arrival times; change it to avoid hits in a prefix cache."""
-    request_rate: Annotated[float, option(ge=0)] = 0.0
+    request_rate: Annotated[float, option("requests/s", ge=0)] = 0.0
     """Requests per second; inf: as fast as max_concurrency allows. 0: inf, or the times of the trace."""
     burstiness: Annotated[float, option(gt=0)] = 1.0
     """Shape of the gamma-distributed gaps between requests: 1 is a Poisson process, less is burstier, inf is even."""
+    ramp_up_strategy: Literal["linear", "exponential"] | None = None
+    """Change the request rate during the load, from ramp_up_start_rps to ramp_up_end_rps. Default: constant."""
+    ramp_up_start_rps: Annotated[float, option("requests/s", ge=0)] = 0.0
+    """Request rate at the beginning."""
+    ramp_up_end_rps: Annotated[float, option("requests/s", ge=0)] = 0.0
+    """Request rate at the end."""
     max_concurrency: Annotated[int, option(ge=0)] = 0
     """Maximum number of concurrent requests; the client's waiting time is not part of latencies. 0: no limit."""
     trace_speedup: Annotated[float, option(gt=0)] = 1.0
     """Factor that divides the arrival times of a trace: 2 sends its requests twice as fast."""
+    trace_block_size: Annotated[int, option("tokens", ge=1)] = 512
+    """Tokens per hash id of a JSONL trace."""
+    trace_time_unit: Annotated[float, option("seconds", gt=0)] = 0.001
+    """Unit of the times in a JSONL trace."""
     num_warmups: Annotated[int, option(ge=0)] = 1
     """Number of warm-up requests, which are not measured."""
+    ready_timeout: Annotated[float, option("seconds", ge=0)] = 0.0
+    """Time to wait until the server answers a request; 0: do not wait."""
     goodput: tuple[str, ...] = ()
     """Latency limits as METRIC:MILLISECONDS, such as ttft:500 tpot:50 e2el:2000; requests within all limits count as
     goodput."""
-    percentile_metrics: str = ",".join(METRICS)
-    """Latency metrics to report, separated by commas."""
+    percentile_metrics: Annotated[str, option(empty=f"{REPORTED}; e2el for embeddings")] = ""
+    """Latency metrics to report, separated by commas: ttft, tpot, itl, e2el, and, with the time that requests wait for
+    max_concurrency, client_queue_time and e2el_including_client_queue."""
     metric_percentiles: str = "90,95,99"
     """Percentiles to report in addition to mean and median, separated by commas."""
     json: str = ""
-    """File for the results as JSON; empty: no file, -: print JSON instead of the table."""
+    """File for the results as JSON; empty: no file, -: print JSON instead of the table. {model} and {date} in the name
+    are replaced."""
+    append_result: bool = False
+    """Append the results to the file as another line."""
+    save_detailed: bool = False
+    """Add the lengths, times, output and error of each request to the JSON results."""
+    metadata: tuple[str, ...] = ()
+    """Additional fields of the JSON results, each as KEY=VALUE."""
+    label: Annotated[str, option(empty="none")] = ""
+    """Label of the run in the JSON results."""
     picture: str = ""
     """File for a plot of latencies and load over time (png, svg or pdf); empty: no plot."""
+    progress: bool = True
+    """Show a progress bar in a terminal."""
 
     def check(self) -> None:
-        """Raise ``PenstockError`` (``invalid``) for lists that cannot be parsed, and files that cannot be written."""
-        for name, path in (("json", Path(self.json)), ("picture", Path(self.picture))):
-            if str(path) not in (".", "-") and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-                raise invalid(name, f"{path} cannot be written: set a file in a writable folder")
+        """Raise ``PenstockError`` (``invalid``) for contradictions, texts that cannot be parsed, and files that cannot
+        be written."""
+        for name, path in (("json", self.json), ("picture", self.picture)):
+            if path not in ("", "-"):
+                check_writable(name, Path(path))
         if self.picture and not self.picture.endswith(PICTURES):
             raise invalid("picture", f"{self.picture} is not one of {', '.join(PICTURES)}")
-        _ = self.headers, self.body, self.limits, self.metrics, self.percentiles
+        if bool(self.dataset_path) == (self.dataset in GENERATED):
+            problem = "cannot be combined with" if self.dataset_path else "is required with"
+            raise invalid("dataset_path", f"{problem} dataset_name {self.dataset}")
+        if self.ramp_up_strategy and not (self.ramp_up_start_rps and self.ramp_up_end_rps):
+            raise invalid("ramp_up_strategy", "requires ramp_up_start_rps and ramp_up_end_rps above 0")
+        if self.ramp_up_strategy and 0 < self.request_rate < math.inf:
+            raise invalid("request_rate", "cannot be combined with ramp_up_strategy, which sets the rate: remove it")
+        if self.embeddings and (unknown := {*self.metrics, *self.limits} & {"ttft", "tpot", "itl"}):
+            raise invalid("percentile_metrics", f"{min(unknown)} is not measured for embeddings: use e2el")
+        _ = self.headers, self.body, self.limits, self.metrics, self.percentiles, self.fields, self.template_kwargs
+
+    @property
+    def dataset(self) -> str:
+        """Name of the dataset."""
+        return self.dataset_name or ("trace" if self.dataset_path else "random")
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """Tokens of prompt, output and shared prefix; 0: those of the file."""
+        prompt, output, prefix = LENGTHS[self.dataset]
+        return self.input_len or prompt, self.output_len or output, prefix if self.prefix_len < 0 else self.prefix_len
+
+    @property
+    def api(self) -> str:
+        """Path of the API."""
+        return self.endpoint or ENDPOINTS[self.backend or "openai"]
+
+    @property
+    def embeddings(self) -> bool:
+        """True if requests compute embeddings."""
+        return self.kind == "openai-embeddings"
+
+    @property
+    def kind(self) -> str:
+        """API by ``endpoint`` or ``backend``: ``openai``, ``openai-chat`` or ``openai-embeddings``."""
+        kinds = {"/chat/completions": "openai-chat", "/embeddings": "openai-embeddings"}
+        return next((kind for path, kind in kinds.items() if self.api.endswith(path)), "openai")
 
     @property
     def headers(self) -> dict[str, str]:
         """HTTP headers by name."""
-        return dict(_pair("header", text, "=") for text in self.header)
+        return dict(pair("header", text, "=") for text in self.header)
 
     @property
     def body(self) -> dict[str, Any]:
         """``extra_body`` as a dict. Raises ``PenstockError`` (``invalid``) if it is not a JSON object."""
-        try:
-            return msgspec.json.decode(self.extra_body, type=dict[str, Any])
-        except msgspec.MsgspecError as error:
-            raise invalid("extra_body", f"must be a JSON object: {error}") from error
+        return json_object("extra_body", self.extra_body)
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """``chat_template_kwargs`` as a dict. Raises ``PenstockError`` (``invalid``) if it is not a JSON object."""
+        return json_object("chat_template_kwargs", self.chat_template_kwargs)
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """``metadata`` as a dict."""
+        return dict(pair("metadata", text, "=") for text in self.metadata)
 
     @property
     def limits(self) -> dict[str, float]:
         """Maximum milliseconds of a request by metric (``goodput``)."""
-        pairs = dict(_pair("goodput", text, ":") for text in self.goodput)
+        pairs = dict(pair("goodput", text, ":") for text in self.goodput)
         if unknown := pairs.keys() - set(GOODPUT_METRICS):
             raise invalid("goodput", f"{min(unknown)} is not one of {', '.join(GOODPUT_METRICS)}")
-        return {metric: _number("goodput", text, msgspec.Meta(gt=0)) for metric, text in pairs.items()}
+        return {metric: number("goodput", text, msgspec.Meta(gt=0)) for metric, text in pairs.items()}
 
     @property
     def metrics(self) -> list[str]:
         """Names in ``percentile_metrics``, in the order of ``METRICS``."""
-        given = self.percentile_metrics.split(",")
+        given = (self.percentile_metrics or ("e2el" if self.embeddings else REPORTED)).split(",")
         if unknown := set(given) - set(METRICS):
             raise invalid("percentile_metrics", f"{min(unknown)} is not one of {', '.join(METRICS)}")
         return [metric for metric in METRICS if metric in given]
@@ -125,21 +248,6 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     def percentiles(self) -> list[float]:
         """``metric_percentiles`` as numbers."""
         return [
-            _number("metric_percentiles", text, msgspec.Meta(ge=0, le=100))
+            number("metric_percentiles", text, msgspec.Meta(ge=0, le=100))
             for text in self.metric_percentiles.split(",")
         ]
-
-
-def _pair(name: str, text: str, mark: str) -> tuple[str, str]:
-    key, separator, value = text.partition(mark)
-    if not separator:
-        raise invalid(name, f"{text!r} must contain {mark!r}")
-    return key, value
-
-
-def _number(name: str, text: str, bounds: msgspec.Meta) -> float:
-    try:
-        number: float = msgspec.convert(text, Annotated[float, bounds], strict=False)
-    except msgspec.ValidationError as error:
-        raise invalid(name, f"{text} is wrong: {error}") from error
-    return number

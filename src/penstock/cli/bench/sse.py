@@ -36,6 +36,12 @@ class Choice(msgspec.Struct):
             self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls))
         )
 
+    @property
+    def output(self) -> str:
+        """Text and reasoning of the chunk."""
+        delta = self.delta or Delta()
+        return (self.text or "") + (delta.reasoning_content or delta.reasoning or "") + (delta.content or "")
+
 
 class PromptTokensDetails(msgspec.Struct):
     """Prompt tokens found in the prefix cache."""

@@ -17,21 +17,33 @@ from penstock.core.errors import invalid
 from .prompts import Part
 
 BLOCK = 512  # tokens per hash id in Mooncake's traces
+UNKNOWN = 32
+"""Tokens of a warm-up prompt if those of the measured prompts are unknown."""
 WARMUPS = (
     1 << 40
 )  # name of the first warm-up prompt's part; measured prompts have smaller names, so they share no prefix
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A request: the parts of its prompt, the number of tokens to generate, and its arrival time."""
+    """A request: its prompt, the number of tokens to generate, and its arrival time."""
 
     parts: tuple[Part, ...]
+    """Parts of a generated prompt."""
     output_len: int
     at: float = 0.0
+    text: str = ""
+    """Text of the prompt instead of parts."""
+    token_ids: tuple[int, ...] = ()
+    """Token ids of ``text``, to be sent instead of it."""
+    num_tokens: int = 0
+    """Number of tokens of ``text``; 0: unknown."""
+    model: str = ""
+    """Adapter to be used instead of the model."""
 
     @property
     def input_len(self) -> int:
-        return sum(length for _, length in self.parts)
+        """Number of prompt tokens; 0: unknown."""
+        return self.num_tokens or len(self.token_ids) or sum(length for _, length in self.parts)
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
@@ -46,6 +58,17 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     gaps = np.ones(count) if even else np.random.default_rng(seed).gamma(burstiness, size=count)
     times = np.cumsum(gaps)
     seconds: list[float] = (times * (count / rate / times[-1])).tolist()
+    return seconds
+
+
+def ramp(count: int, start: float, end: float, exponential: bool, burstiness: float, seed: int) -> list[float]:
+    """Arrival times of requests whose rate changes from ``start`` to ``end`` per second, linearly or exponentially with
+    the number of the request. Gaps are gamma-distributed, as in ``arrivals``."""
+    progress = np.linspace(0.0, 1.0, count) if count > 1 else np.zeros(1)
+    rates = start * (end / start) ** progress if exponential else start + (end - start) * progress
+    even = math.isinf(burstiness)
+    gaps = np.ones(count) if even else np.random.default_rng(seed).gamma(burstiness, size=count) / burstiness
+    seconds: list[float] = np.cumsum(gaps / rates).tolist()
     return seconds
 
 
@@ -65,6 +88,20 @@ def random_requests(
     ]
 
 
+def prefix_requests(
+    count: int, input_len: int, output_len: int, prefix_len: int, num_prefixes: int, seed: int = 0
+) -> list[Request]:
+    """Requests with random prompts in random order, which share ``num_prefixes`` prefixes evenly.
+
+    Prompts have ``prefix_len + input_len`` tokens.
+    """
+    order = np.random.default_rng(seed).permutation(count).tolist()
+    return [
+        Request(((number % num_prefixes, prefix_len), (num_prefixes + number, input_len)), output_len)
+        for number in order
+    ]
+
+
 def _random_lengths(rng: np.random.Generator, length: int, ratio: float, count: int) -> list[int]:
     low, high = math.floor(length * (1 - ratio)), math.ceil(length * (1 + ratio))
     lengths: list[int] = rng.integers(max(low, 1), high, count, endpoint=True).tolist()
@@ -72,7 +109,14 @@ def _random_lengths(rng: np.random.Generator, length: int, ratio: float, count: 
 
 
 def read_trace(
-    path: Path, count: int, *, speedup: float = 1.0, max_input_len: int = 0, max_output_len: int = 0
+    path: Path,
+    count: int,
+    *,
+    speedup: float = 1.0,
+    max_input_len: int = 0,
+    max_output_len: int = 0,
+    block_size: int = BLOCK,
+    time_unit: float = 0.001,
 ) -> list[Request]:
     """Read the first ``count`` requests of a Mooncake JSONL or Azure CSV trace.
 
@@ -81,13 +125,17 @@ def read_trace(
     Args:
         speedup: factor that divides arrival times.
         max_input_len, max_output_len: maximum lengths to which requests are clipped; 0: not clipped.
+        block_size: tokens per hash id of a Mooncake trace.
+        time_unit: unit of the times in a Mooncake trace, in seconds.
 
     Raises ``PenstockError`` if the file cannot be read, or has another format.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = itertools.chain([first := file.readline()], file)
-            rows = list(itertools.islice((_mooncake if first.startswith("{") else _azure)(lines), count))
+            mooncake = first.startswith("{")
+            parsed = _mooncake(lines, block_size, time_unit) if mooncake else _azure(lines)
+            rows = list(itertools.islice(parsed, count))
     except OSError as error:
         raise invalid("dataset_path", f"{path} cannot be read: {error.strerror}") from error
     except (KeyError, ValueError) as error:
@@ -106,18 +154,18 @@ def read_trace(
 
 
 class _MooncakeRow(msgspec.Struct):
-    timestamp: float  # milliseconds
+    timestamp: float
     input_length: int
     output_length: int
     hash_ids: list[int]
 
 
-def _mooncake(lines: Iterable[str]) -> Iterator[Request]:
+def _mooncake(lines: Iterable[str], block_size: int, time_unit: float) -> Iterator[Request]:
     decoder = msgspec.json.Decoder(_MooncakeRow)
     for line in lines:
         row = decoder.decode(line)
-        parts = _truncate([(name, BLOCK) for name in row.hash_ids], row.input_length)
-        yield Request(parts, max(row.output_length, 1), row.timestamp / 1000)
+        parts = _truncate([(name, block_size) for name in row.hash_ids], row.input_length)
+        yield Request(parts, max(row.output_length, 1), row.timestamp * time_unit)
 
 
 def _azure(lines: Iterable[str]) -> Iterator[Request]:
@@ -140,4 +188,7 @@ def _truncate(parts: Iterable[Part], length: int) -> tuple[Part, ...]:
 def warmups(requests: list[Request], count: int) -> list[Request]:
     """Warm-up requests with the lengths of ``requests``. Their prompts share no prefix with any other prompt."""
     shapes = itertools.islice(itertools.cycle(requests), count)
-    return [Request(((WARMUPS + i, shape.input_len),), shape.output_len) for i, shape in enumerate(shapes)]
+    return [
+        Request(((WARMUPS + i, shape.input_len or UNKNOWN),), shape.output_len, model=shape.model)
+        for i, shape in enumerate(shapes)
+    ]

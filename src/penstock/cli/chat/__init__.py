@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.core.errors import invalid
-
 from ..flags import add_model, add_options, options_of
 from ..running_servers import only_url
 from ..screen import has_escapes
 from ..served_models import DEMO
+from .server_flags import add_server_flags, server_of
 
 if TYPE_CHECKING:
     from .engine_backend import Engine
@@ -49,14 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-tokens", type=int, help="maximum tokens of an answer (default: limited by the context)")
     parser.add_argument("--sampling-seed", type=int, help="seed for reproducible sampling (default: random)")
-    server = parser.add_argument_group("chat with a server instead of a local engine")
-    about = (
-        "URL of any server with OpenAI's API: http://HOST:8000/v1 (default: the only running Penstock server of this "
-        "user, unless a model or other options of an engine are given)"
+    add_server_flags(
+        parser,
+        " (default: the only running server of this user, unless a model or other options of an engine are given)",
     )
-    server.add_argument("--url", help=about)
-    server.add_argument("--api-key", dest="key", metavar="KEY", help="API key (default: $OPENAI_API_KEY)")
-    server.add_argument("--model-name", metavar="NAME", help="model (default: the first one that the server lists)")
     add_options(parser, ("model", "engine"))
 
 
@@ -115,15 +109,9 @@ def _editor() -> Editor | None:
 
 
 def _backend(args: argparse.Namespace) -> Engine | Server:
-    if args.url is None:
-        if args.model_name is not None or args.key is not None:
-            raise invalid("url", "is required with --model-name and --api-key unless exactly one server is running")
-        from .engine_backend import Engine
+    if server := server_of(args, unless=" unless exactly one server is running"):
+        return server
+    from .engine_backend import Engine
 
-        options = options_of(args)
-        return Engine(options, options["model"] or DEMO)
-    if args.model_tag is not None or hasattr(args, "model"):
-        raise invalid("url", "cannot be combined with MODEL, which starts a local engine: use --model-name")
-    from .server_backend import Server
-
-    return Server(args.url, os.environ.get("OPENAI_API_KEY") if args.key is None else args.key, args.model_name)
+    options = options_of(args)
+    return Engine(options, options["model"] or DEMO)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -95,17 +95,25 @@ class Server:
         await self._client.aclose()
 
     async def answer(self, messages: list[Message], conversation: Conversation) -> AsyncGenerator[Answer, None]:
-        body: dict[str, Any] = {
-            "model": self._name,
-            "messages": messages,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **conversation.sampling,
-        }
+        body = {"messages": messages, **conversation.sampling}
         if conversation.tools:
             body["tools"] = conversation.tools
+        async for answer in self._stream("/chat/completions", body):
+            yield answer
+
+    async def complete(self, prompt: str, sampling: Mapping[str, Any]) -> AsyncGenerator[Answer, None]:
+        """Complete a prompt without the chat template; otherwise the same as ``answer``.
+
+        Args:
+            sampling: sampling parameters, by their names in OpenAI's API.
+        """
+        async for answer in self._stream("/completions", {"prompt": prompt, **sampling}):
+            yield answer
+
+    async def _stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Answer, None]:
+        body = {"model": self._name, "stream": True, "stream_options": {"include_usage": True}, **body}
         try:
-            async with self._client.stream("POST", f"{self._url}/chat/completions", json=body) as response:
+            async with self._client.stream("POST", f"{self._url}{path}", json=body) as response:
                 if response.status_code != 200:
                     raise _refusal(await response.aread(), response)
                 async for answer in _read(response):
@@ -154,6 +162,8 @@ def _append_chunk(answer: Answer, payload: bytes) -> Answer:
         raise PenstockError(Code.INTERNAL, error_message(payload))
     changes: dict[str, Any] = {}
     for choice in chunk.choices:
+        if choice.text:
+            changes["text"] = answer.text + choice.text
         if delta := choice.delta:
             changes["text"] = answer.text + (delta.content or "")
             changes["reasoning"] = answer.reasoning + (delta.reasoning_content or delta.reasoning or "")

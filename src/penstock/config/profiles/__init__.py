@@ -162,6 +162,18 @@ def on(text: str) -> bool:
 
 
 @dataclass(frozen=True)
+class Command:
+    """Flags of another command than the server's, which set the options of Penstock's command of the same name."""
+
+    flags: Mapping[str, Alias] = field(default_factory=dict)
+    """Flags by name without leading dashes and with ``_``. Flags with Penstock's name and meaning are not listed."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The system's defaults, by Penstock's options."""
+    together: Callable[[Mapping[str, str]], Settings] = lambda given: iter(())
+    """Yields settings that depend on several flags. Raises ``PenstockError`` (``invalid``)."""
+
+
+@dataclass(frozen=True)
 class Profile:
     """Flags, environment variables, defaults and metrics of another system."""
 
@@ -186,6 +198,8 @@ class Profile:
     metrics: Mapping[str, str | DerivedMetric] = field(default_factory=dict)
     """The system's metrics, with Penstock's name (without ``penstock:``) or a derived metric. A key ``name.label`` is a
     sample of ``name`` with the label ``label="label"``."""
+    commands: Mapping[str, Command] = field(default_factory=dict)
+    """Other commands by name, such as ``bench serve``. Their flags replace those of the server."""
     ready_message: Callable[[int, EngineOptions], str] = lambda blocks, options: ""
     """Returns the line that the system logs when it is ready, given the number of KV blocks."""
 

@@ -13,7 +13,20 @@ from typing import Any, get_args
 from penstock.core.errors import invalid
 from penstock.core.quantization import QuantizationName
 
-from . import COMBINED, Alias, Profile, Settings, cuda_graphs, ignored, json_object, on, one_of, only_value, refused
+from . import (
+    COMBINED,
+    Alias,
+    Profile,
+    Settings,
+    cuda_graphs,
+    ignored,
+    json_object,
+    on,
+    one_of,
+    only_value,
+    refused,
+    vllm_bench,
+)
 from .vllm_untranslated import COLLECTIVES, IGNORED, NOT_OFFLOADED, REFUSED, SECURITY
 from .vllm_variables import LEVELS, PREFIXES, RESTRICTING, VARIABLES
 from .vllm_variables import SECURITY as SECURITY_VARIABLES
@@ -297,7 +310,15 @@ FLAGS: Mapping[str, Alias] = {
     "language_model_only": ignored("vision models also accept text-only requests", switch=True),
 }
 
-PROFILE = Profile(name="vllm", title="vLLM", flags=FLAGS, variables=VARIABLES, prefixes=PREFIXES, together=together)
+PROFILE = Profile(
+    name="vllm",
+    title="vLLM",
+    flags=FLAGS,
+    variables=VARIABLES,
+    prefixes=PREFIXES,
+    together=together,
+    commands={"bench serve": vllm_bench.VLLM_SERVE, "run-batch": vllm_bench.RUN_BATCH},
+)
 
 DEFAULT_PROFILE = Profile(
     name="",
@@ -305,6 +326,7 @@ DEFAULT_PROFILE = Profile(
     flags=FLAGS,
     variables={**dict.fromkeys(SECURITY_VARIABLES, ignored("it is read with --compat vllm only")), **RESTRICTING},
     together=together,
+    commands={"bench serve": vllm_bench.SERVE, "run-batch": vllm_bench.RUN_BATCH},
 )
 """Profile of the command line without ``--compat``: from the environment, it reads only variables that protect the
 server."""
