@@ -465,6 +465,24 @@ def test_api_page_lists_operations_and_sends_requests_with_key(page: Page) -> No
         expect(operation.locator(".live-responses-table")).to_contain_text("penstock-demo")
 
 
+@needs_libraries
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_api_page_has_no_accessibility_violations(servers: Servers, browser: Browser, scheme: str, width: int) -> None:
+    """The list of operations, an open operation, and the answer to its request."""
+    page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 844})  # type: ignore[arg-type]
+    page.goto(f"{servers.get().root}/docs")
+    operation = page.locator(".opblock", has_text="/v1/models").first
+    operation.locator(".opblock-summary-control").click(timeout=30_000)
+    operation.get_by_role("button", name="Try it out").click()
+    operation.get_by_role("button", name="Execute").click()
+    operation.locator(".live-responses-table").wait_for()
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+    page.close()
+
+
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 

@@ -398,11 +398,16 @@ def compressed(whole: bool) -> Calls:
             yield f"compress {rate} {dim}", partial(ops.compress, *given)
         index = (empty(tokens, 64, 128), torch.empty(tokens, 64), 0.1) if index_dim else ()
 
-        def attend(cache: Any = cache, rate: int = rate, index: Any = index) -> None:
+        def select_entries(cache: Any = cache, rate: int = rate, index: Any = index) -> AttentionMetadata:
             metadata = AttentionMetadata(integers(5), integers(4), torch.zeros(4, 100, dtype=torch.int32))
-            selection = ops.select_entries(cache, metadata, tokens, 128, rate, 512 if rate else 0, *index)
-            ops.compressed_attention(empty(tokens, heads, 512), cache, selection, 0.1, torch.empty(heads))
+            return ops.select_entries(cache, metadata, tokens, 128, rate, 512 if rate else 0, *index)
 
+        def attend(cache: Any = cache) -> None:
+            columns = 1024 if cache.spec.index_dim else 128
+            selected = AttentionMetadata(integers(5), integers(4), torch.zeros(8, columns, dtype=torch.int32))
+            ops.compressed_attention(empty(tokens, heads, 512), cache, selected, 0.1, torch.empty(heads))
+
+        yield f"select_entries {rate}", select_entries
         yield f"compressed_attention {rate}", attend
     for inverse in (False, True):
         yield "rotate_tail", partial(ops.rotate_tail, empty(tokens, heads, 512), none, table, inverse)

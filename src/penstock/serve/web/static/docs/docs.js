@@ -22,8 +22,18 @@ async function start() {
       return request;
     },
     validatorUrl: null,
+    plugins: [{ wrapComponents: { InfoContainer: inSection("About this API", "Operations"), FilterContainer: inSection("Filter") } }],
   });
-  $("state").hidden = true;
+  $("state").parentElement.remove();
+}
+
+// Swagger UI's <main> has only the operations: the parts before it need regions of their own. The names of tags are
+// headings of level 3, and nothing has level 2.
+function inSection(label, nextHeading) {
+  return (Part, { React: { createElement } }) => (properties) => createElement(
+    "section", { "aria-label": label }, createElement(Part, properties),
+    nextHeading && createElement("h2", { className: "read-only" }, nextHeading),
+  );
 }
 
 drawIcons();
