@@ -98,9 +98,9 @@ async def _answer(configuration: Configuration, path: Path, results: Results, st
                 await work.run(left, at_once)
             finally:
                 bar.close()
-                print(_summary(work, state, time.monotonic() - started), file=sys.stderr)
                 if first_failure:
                     print(f"penstock run-batch: the first that failed: {first_failure}", file=sys.stderr)
+                print(_summary(work, state, time.monotonic() - started), file=sys.stderr)
     return work.failed == 0 and not work.stopped
 
 
