@@ -4,12 +4,11 @@ This package does not import torch.
 """
 
 from .chat_template import ChatTemplate, continued_text
-from .detokenizer import Detokenizer
 from .message import Message, MessagePart, TextPart, ToolCall
 from .reasoning import ReasoningFormat, ReasoningStage, initial_stage, reasoning_format
 from .response_parser import ParserConfig, ResponseParser
 from .stop_strings import StopStrings
-from .tokenizer import Tokenizer
+from .tokenizer import Detokenizer, Tokenizer
 from .tool_calls import (
     CallFormat,
     ToolCallFormat,

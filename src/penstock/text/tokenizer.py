@@ -1,7 +1,8 @@
-"""A checkpoint's tokenizer: text to token ids and back, and its chat template."""
+"""A checkpoint's tokenizer: text to token ids and back (at once, or as a sequence grows), and its chat template."""
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,11 +15,33 @@ from . import tokenizer_files
 from .breaking_tokenizer import find_control_tokens, with_breaks
 from .chat_template import ChatTemplate
 from .control_tokens import ControlTokens
-from .detokenizer import Detokenizer
 from .encoding import Encoded, Texts, encode_texts
 from .isolated_template import IsolatedTemplate, TemplatePool
 from .side_files import CONFIG, DEFAULT, choose_template, read_side_files
 from .vocabulary import token_bytes
+
+
+class Detokenizer:
+    """Decodes one sequence as it grows.
+
+    Args:
+        vocabulary: bytes of each token id (``vocabulary.token_bytes``).
+        skipped: token ids that add no text, usually the special tokens.
+    """
+
+    def __init__(self, vocabulary: Sequence[bytes], skipped: Collection[int] = ()) -> None:
+        self._vocabulary = vocabulary
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_ids: Iterable[int], last: bool = False) -> str:
+        """Return the text that these tokens complete; with ``last`` an incomplete character becomes U+FFFD.
+
+        Ids beyond the vocabulary, which models with padded embeddings can sample, add nothing.
+        """
+        size = len(self._vocabulary)
+        new = b"".join(self._vocabulary[i] for i in token_ids if i < size and i not in self._skipped)
+        return self._decoder.decode(new, last)
 
 
 class Tokenizer:
