@@ -39,7 +39,7 @@ def test_gpu_benchmark_finds_no_errors_in_interpreter(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_failed_benchmark_part_is_reported_and_others_run(tmp_path: Path) -> None:
-    done = run("--interpret", "--parts", "nonsense,device", "--out", str(tmp_path))
+    done = run("--interpret", "--minutes", "60", "--parts", "nonsense,device", "--out", str(tmp_path))
     assert done.returncode == 1
     results = json.loads((tmp_path / "results.json").read_text())
     assert "nonsense" in results["nonsense"]["failure"] and results["device"]["limits"]["copy"] > 0
