@@ -15,12 +15,15 @@ import pytest
 import vllm_commands as published
 from serving import Served
 
+from penstock.cli.bench.offline import add_arguments
+from penstock.cli.bench.offline_options import LatencyOptions, ThroughputOptions
 from penstock.cli.bench.serve_options import ServeOptions
 from penstock.cli.compat import vllm
-from penstock.cli.flags import add_fields, add_profile, read_fields
+from penstock.cli.flags import add_fields, add_profile, configure, read_fields
 from penstock.cli.main import main
 from penstock.cli.parser import Parser
 from penstock.cli.spelling import expand_spellings
+from penstock.config.options import EngineOptions
 from penstock.core import PenstockError
 
 CONVERSATION = {
@@ -117,6 +120,57 @@ def test_without_profile_bench_serve_keeps_penstocks_defaults() -> None:
 def test_contradictory_bench_serve_flags_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(PenstockError, match=re.escape(message)):
         options(*arguments)
+
+
+# --- Flags of vllm bench throughput and latency -----------------------------------------------------------------------
+
+
+def offline(kind: str, *arguments: str) -> tuple[ThroughputOptions | LatencyOptions, EngineOptions]:
+    """Options of ``vllm bench throughput|latency``."""
+    parser = Parser(prog=f"penstock bench {kind}", allow_abbrev=False, exit_on_error=False)
+    add_arguments(parser)
+    assert add_profile(parser, [], {"PENSTOCK_COMPAT": "vllm"})
+    args, unknown = parser.parse_known_args(expand_spellings(parser, [*arguments]))
+    assert not unknown
+    options = read_fields(args, LatencyOptions) if kind == "latency" else read_fields(args, ThroughputOptions)
+    return options, configure(args).configuration.engine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        ("latency", "input_len", 32),
+        ("latency", "num_iters_warmup", 10),
+        ("latency --disable-detokenize", "detokenize", False),
+        ("latency --n 3 --use-beam-search", "n", 3),
+        ("throughput", "num_prompts", 1000),
+        ("throughput --input-len 9 --output-len 5", "lengths", (9, 5, 0)),
+        ("throughput --dataset file", "dataset", "sharegpt"),
+        ("throughput --dataset-path file --output-len 5", "lengths", (0, 5, 0)),
+        ("throughput --dataset-name sonnet --dataset-path f --prefix-len 7", "lengths", (550, 150, 7)),
+        ("throughput --random-range-ratio 0.5 --async-engine --backend vllm", "range_ratio", 0.5),
+    ],
+)
+def test_offline_flag_sets_option(arguments: str, field: str, value: Any) -> None:
+    options, engine = offline(*arguments.split(), "--max-model-len", "1k", "-tp", "2", "--trust-remote-code")
+    assert getattr(options, field) == value
+    assert (engine.max_model_len, engine.tensor_parallel_size) == (1000, 2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "latency --profile",
+        "throughput --profile",
+        "throughput --lora-path a",
+        "throughput --backend hf",
+        "throughput --hf-max-batch-size 1",
+        "throughput --dataset-name hf",
+    ],
+)
+def test_unsupported_offline_flag_is_refused_by_name(arguments: str) -> None:
+    with pytest.raises(PenstockError, match=rf"^{arguments.split()[1]}: "):
+        offline(*arguments.split())
 
 
 # --- Other commands ---------------------------------------------------------------------------------------------------
@@ -254,3 +308,30 @@ def test_run_batch_refuses_metrics_by_name(capsys: pytest.CaptureFixture[str], t
     (tmp_path / "in").write_text("{}\n")
     assert vllm.run(["run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--enable-metrics"]) == 2
     assert "--enable_metrics: 'true' is wrong: run-batch prints tokens per second" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_offline_benchmarks_write_vllms_keys(command: Path, tmp_path: Path) -> None:
+    (tmp_path / "sharegpt.json").write_text(json.dumps([CONVERSATION]))
+    blocks = "--num-gpu-blocks-override 300"
+    dataset = "--dataset-path sharegpt.json --num-prompts 3 --output-len 6"
+    run(command, *f"bench throughput {dataset} --output-json t.json {blocks}".split(), folder=tmp_path)
+    sizes = "--input-len 16 --output-len 4 --batch-size 2 --num-iters 3 --num-iters-warmup 1"
+    run(command, *f"bench latency {sizes} --output-json l.json {blocks}".split(), folder=tmp_path)
+    throughput, latency = (json.loads((tmp_path / name).read_text()) for name in ("t.json", "l.json"))
+    assert throughput["num_requests"] == 3
+    assert throughput["total_num_tokens"] == throughput["input_tokens"] + 3 * 6
+    assert throughput["tokens_per_second"] * throughput["elapsed_time"] == pytest.approx(throughput["total_num_tokens"])
+    assert len(latency["latencies"]) == 3
+    assert set(latency["percentiles"]) == {"10", "25", "50", "75", "90", "99"}
+    assert latency["percentiles"]["50"] <= latency["percentiles"]["99"] <= max(latency["latencies"])
+
+
+@pytest.mark.slow
+def test_startup_benchmark_measures_cold_and_warm_starts(command: Path, tmp_path: Path) -> None:
+    starts = "--num-iters-cold 1 --num-iters-warmup 0 --num-iters-warm 1"
+    engine = "--num-gpu-blocks-override 200 --max-model-len 1k --trust-remote-code"
+    run(command, *f"bench startup {starts} {engine} --output-json s.json".split(), folder=tmp_path)
+    result = json.loads((tmp_path / "s.json").read_text())
+    assert result["cold_startup_times"] == [result["avg_cold_startup_time"]] == [result["cold_s"][0]["ready"]]
+    assert len(result["warm_startup_times"]) == 1

@@ -43,7 +43,8 @@ def test_generate_reads_standard_input() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["latency", "throughput"])
 def test_bench_prints_throughput(kind: str) -> None:
-    sizes = ["--num-prompts", "3", "--num-iters", "1", "--input-len", "5", "--output-len", "4"]
+    number = ["--num-iters", "1"] if kind == "latency" else ["--num-prompts", "3"]
+    sizes = [*number, "--input-len", "5", "--output-len", "4"]
     printed = penstock("bench", kind, *sizes, "--load-format", "dummy", "--json")
     assert printed.returncode == 0, printed.stderr
     figures = json.loads(printed.stdout)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
 from penstock.core.errors import invalid
 
-from .serve_options import ServeOptions
-from .server_tokenizer import ServerTokenizer
-from .workload import Request
+from .dataset_options import DatasetOptions
+from .workload import Request, prefix_requests, random_requests, read_trace
 
 DEFAULT_OUTPUT = 256
 """Tokens to generate for a row of a custom dataset without ``output_tokens``."""
@@ -28,6 +27,13 @@ TASK = "Pick as many lines as you can from these poem lines:\n"
 """Instruction of sonnet prompts, as in vLLM."""
 
 T = TypeVar("T")
+
+
+class Tokenizer(Protocol):
+    """Tokenizer of the measured server or engine."""
+
+    async def count(self, texts: Sequence[str]) -> list[int]:
+        """Number of tokens of each text, without special tokens."""
 
 
 class CustomRow(msgspec.Struct):
@@ -47,9 +53,11 @@ class Conversation(msgspec.Struct):
     conversations: list[Turn] = []
 
 
-def read_rows(options: ServeOptions) -> list[Any]:
-    """Read the rows of a dataset. Raises ``PenstockError`` (``invalid``) if the file cannot be read, or has another
-    format."""
+def read_rows(options: DatasetOptions) -> list[Any]:
+    """Read the rows of a dataset with prompts or lengths; empty for others. Raises ``PenstockError`` (``invalid``) if
+    the file cannot be read, or has another format."""
+    if options.dataset not in READERS:
+        return []
     path, (reader, form) = Path(options.dataset_path), READERS[options.dataset]
     try:
         rows = reader(path)
@@ -65,35 +73,55 @@ def read_rows(options: ServeOptions) -> list[Any]:
     return rows
 
 
-async def create_requests(options: ServeOptions, rows: list[Any], tokenizer: ServerTokenizer) -> list[Request]:
-    """Create the requests of a dataset. Raises ``PenstockError`` if its texts cannot be tokenized."""
-    _, output, _ = options.lengths
+async def create_requests(options: DatasetOptions, rows: list[Any], tokenizer: Tokenizer) -> list[Request]:
+    """Create the requests of a dataset, with the arrival times of a trace. Raises ``PenstockError`` if its texts cannot
+    be tokenized.
+
+    Args:
+        rows: result of ``read_rows``.
+    """
+    count, (num_input, num_output, num_prefix) = options.num_prompts, options.lengths
     match options.dataset:
+        case "random":
+            return random_requests(
+                count,
+                num_input,
+                num_output,
+                range_ratio=options.range_ratio,
+                prefix_len=num_prefix,
+                seed=options.seed,
+            )
+        case "prefix_repetition":
+            return prefix_requests(count, num_input, num_output, num_prefix, options.num_prefixes, options.seed)
+        case "trace":
+            return read_trace(
+                Path(options.dataset_path),
+                count,
+                speedup=options.trace_speedup,
+                max_input_len=options.max_input_len,
+                max_output_len=options.max_output_len,
+                block_size=options.trace_block_size,
+                time_unit=options.trace_time_unit,
+            )
         case "burstgpt":
-            requests = _repeat([Request(((name, row[0]),), output or row[1]) for name, row in enumerate(rows)], options)
+            lengths = [(num_input or row[0], num_output or row[1]) for row in rows]
+            return _repeat([Request(((name, each[0]),), each[1]) for name, each in enumerate(lengths)], options)
         case "custom":
             length = options.output_len
-            requests = _repeat([Request((), length or row.output_tokens, text=row.prompt) for row in rows], options)
+            return _repeat([Request((), length or row.output_tokens, text=row.prompt) for row in rows], options)
         case "sharegpt":
-            requests = _repeat(await _sharegpt(options, rows, tokenizer), options)
+            return _repeat(await _sharegpt(options, rows, tokenizer), options)
         case _:
-            requests = await _sonnet(options, rows, tokenizer)
-    if not options.chat_template or options.kind != "openai":
-        return requests
-    ids = await tokenizer.render([request.text for request in requests], options.template_kwargs)
-    return [
-        msgspec.structs.replace(request, token_ids=tuple(each), num_tokens=0)
-        for request, each in zip(requests, ids, strict=True)
-    ]
+            return await _sonnet(options, rows, tokenizer)
 
 
-def _repeat(requests: list[T], options: ServeOptions) -> list[T]:
+def _repeat(requests: list[T], options: DatasetOptions) -> list[T]:
     """The first ``num_prompts`` requests; if there are fewer, repeat them."""
     endless = itertools.cycle(requests) if options.oversample else iter(requests)
     return list(itertools.islice(endless, options.num_prompts))
 
 
-async def _sharegpt(options: ServeOptions, rows: list[list[str]], tokenizer: ServerTokenizer) -> list[Request]:
+async def _sharegpt(options: DatasetOptions, rows: list[list[str]], tokenizer: Tokenizer) -> list[Request]:
     result: list[Request] = []
     for start in range(0, len(rows), CHUNK):
         chunk = rows[start : start + CHUNK]
@@ -111,7 +139,7 @@ async def _sharegpt(options: ServeOptions, rows: list[list[str]], tokenizer: Ser
     return result
 
 
-async def _sonnet(options: ServeOptions, lines: list[str], tokenizer: ServerTokenizer) -> list[Request]:
+async def _sonnet(options: DatasetOptions, lines: list[str], tokenizer: Tokenizer) -> list[Request]:
     """Prompts of the first lines (``prefix_len`` tokens), then random lines, together ``input_len`` tokens at most."""
     num_input, num_output, num_prefix = options.lengths
     task, *counts = await tokenizer.count([TASK, *lines])

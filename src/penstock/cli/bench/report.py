@@ -14,8 +14,15 @@ BUSY = 0.9  # share of a core above which the client may be the bottleneck
 LATE = 50.0  # delay of requests in milliseconds above which the client may be the bottleneck
 
 
+OFFLINE_PERCENTILES = (10, 25, 50, 75, 90, 99)
 TITLES = {"client_queue_time": "client queue time", "e2el_including_client_queue": "E2EL with queue"}
 """Titles of metrics in the table, if they differ from the name in capitals."""
+
+
+def percentiles_of(values: Sequence[float]) -> dict[str, float]:
+    """Percentiles that vLLM's offline benchmarks report, by number."""
+    numbers = np.percentile(values, OFFLINE_PERCENTILES).tolist()
+    return dict(zip(map(str, OFFLINE_PERCENTILES), numbers, strict=True))
 
 
 def latencies(samples: Sequence[Sample], metric: str) -> np.ndarray:

@@ -92,7 +92,9 @@ async def _load(options: ServeOptions) -> Load:
     """Warm up and send all requests."""
     from tqdm import tqdm
 
-    rows = _rows(options)
+    from .datasets import read_rows
+
+    rows = read_rows(options)
     async with _client(options) as client:
         model = await _when_ready(client, options)
         requests = await _requests(options, rows, client.tokenizer(model))
@@ -105,43 +107,17 @@ async def _load(options: ServeOptions) -> Load:
     return Load(options.model or model, samples, busy)
 
 
-def _rows(options: ServeOptions) -> list[Any]:
-    """Rows of a dataset whose requests need the server's tokenizer."""
-    from . import datasets
-
-    return datasets.read_rows(options) if options.dataset in datasets.READERS else []
-
-
 async def _requests(options: ServeOptions, rows: list[Any], tokenizer: ServerTokenizer) -> list[Request]:
     """Create the requests, in order of arrival."""
-    from . import datasets, workload
+    from .datasets import create_requests
 
-    num_input, num_output, num_prefix = options.lengths
-    if options.dataset == "random":
-        requests = workload.random_requests(
-            options.num_prompts,
-            num_input,
-            num_output,
-            range_ratio=options.range_ratio,
-            prefix_len=num_prefix,
-            seed=options.seed,
-        )
-    elif options.dataset == "prefix_repetition":
-        requests = workload.prefix_requests(
-            options.num_prompts, num_input, num_output, num_prefix, options.num_prefixes, options.seed
-        )
-    elif options.dataset == "trace":
-        requests = workload.read_trace(
-            Path(options.dataset_path),
-            options.num_prompts,
-            speedup=options.trace_speedup,
-            max_input_len=options.max_input_len,
-            max_output_len=options.max_output_len,
-            block_size=options.trace_block_size,
-            time_unit=options.trace_time_unit,
-        )
-    else:
-        requests = await datasets.create_requests(options, rows, tokenizer)
+    requests = await create_requests(options, rows, tokenizer)
+    if options.chat_template and options.kind == "openai" and requests[0].text:
+        ids = await tokenizer.render([request.text for request in requests], options.template_kwargs)
+        requests = [
+            msgspec.structs.replace(request, token_ids=tuple(each), num_tokens=0)
+            for request, each in zip(requests, ids, strict=True)
+        ]
     return _scheduled(_with_adapters(requests, options), options)
 
 

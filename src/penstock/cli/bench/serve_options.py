@@ -11,6 +11,7 @@ import msgspec
 from penstock.config.option import option
 from penstock.core.errors import invalid
 
+from .dataset_options import DatasetOptions
 from .option_values import check_writable, json_object, number, pair
 
 METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue")
@@ -26,22 +27,10 @@ ENDPOINTS = {
     "openai-embeddings": "/v1/embeddings",
 }
 """Path of the API by backend."""
-GENERATED = ("random", "prefix_repetition")
-"""Datasets without a file."""
-LENGTHS = {
-    "random": (128, 64, 0),
-    "prefix_repetition": (256, 128, 256),
-    "sonnet": (550, 150, 200),
-    "custom": (0, 256, 0),
-    "sharegpt": (0, 0, 0),
-    "burstgpt": (0, 0, 0),
-    "trace": (0, 0, 0),
-}
-"""Tokens of prompt, output and shared prefix by dataset; 0: those of the file."""
 
 
-class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a load test."""
+class ServeOptions(DatasetOptions, frozen=True, kw_only=True):
+    """Options of a load test, in addition to those of its prompts."""
 
     base_url: str = "http://127.0.0.1:8000"
     """URL of the server."""
@@ -68,44 +57,11 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """API key of the server."""
     insecure: bool = False
     """Accept any certificate of an https server."""
-    dataset_name: Literal["random", "prefix_repetition", "trace", "sharegpt", "custom", "sonnet", "burstgpt"] | None = (
-        None
-    )
-    """random: random prompts; prefix_repetition: random prompts that share prefixes; trace: lengths, arrival times and
-    shared prefixes of a trace; sharegpt, custom, sonnet: prompts of a file; burstgpt: lengths of a file. Default: trace
-    if dataset_path is set, otherwise random."""
-    dataset_path: str = ""
-    """File of the dataset. trace: JSONL as Mooncake's (timestamp, input_length, output_length, hash_ids; equal ids
-    become equal blocks of tokens) or CSV as Azure's (TIMESTAMP,ContextTokens,GeneratedTokens). sharegpt: JSON list of
-    objects with conversations. custom: JSONL with prompt and, optionally, output_tokens. sonnet: lines of text.
-    burstgpt: CSV with Model, Request tokens, Response tokens."""
-    shuffle: bool = True
-    """Take the rows of sharegpt, custom and burstgpt in random order."""
-    oversample: bool = True
-    """Repeat prompts if sharegpt, custom or burstgpt has fewer than num_prompts."""
     chat_template: bool = False
     """Send the prompts of sharegpt, custom and sonnet to /v1/completions with the model's chat template, which the
     server's /tokenize applies."""
     chat_template_kwargs: str = "{}"
     """Variables of the chat template, as JSON."""
-    num_prompts: Annotated[int, option(ge=1)] = 100
-    """Number of requests; with a trace, the maximum number, from its beginning."""
-    input_len: Annotated[int, option("tokens", ge=0)] = 0
-    """Length of prompts without the shared prefix of random and prefix_repetition, or with that of sonnet; 0: 128, of
-    sonnet 550, of prefix_repetition 256."""
-    output_len: Annotated[int, option("tokens", ge=0)] = 0
-    """Number of tokens to generate; 0: 64, of prefix_repetition 128, of sonnet 150, of other files the length in the
-    file, or 256."""
-    prefix_len: Annotated[int, option("tokens", ge=-1)] = -1
-    """Length of a prefix that prompts share; -1: 0, of sonnet 200, of prefix_repetition 256."""
-    num_prefixes: Annotated[int, option(ge=1)] = 10
-    """Number of different prefixes of prefix_repetition."""
-    max_input_len: Annotated[int, option("tokens", ge=0)] = 0
-    """Maximum length to which prompts of a trace are clipped; 0: not clipped."""
-    max_output_len: Annotated[int, option("tokens", ge=0)] = 0
-    """Maximum length to which outputs of a trace are clipped; 0: not clipped."""
-    range_ratio: Annotated[float, option(ge=0, lt=1)] = 0.0
-    """Random lengths are uniform between 1 - ratio and 1 + ratio times input_len and output_len."""
     vocab_size: Annotated[int, option(ge=2)] = 3000
     """Exclusive upper bound of the token ids in prompts, which begin at 1000."""
     ignore_eos: bool = False
@@ -114,8 +70,6 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling temperature; 0: greedy."""
     extra_body: str = "{}"
     """Additional fields of all requests, as JSON."""
-    seed: Annotated[int, option(ge=0)] = 0
-    """Seed of lengths, prompts and arrival times; change it to avoid hits in a prefix cache."""
     request_rate: Annotated[float, option("requests/s", ge=0)] = 0.0
     """Requests per second; inf: as fast as max_concurrency allows. 0: inf, or the times of the trace."""
     burstiness: Annotated[float, option(gt=0)] = 1.0
@@ -128,12 +82,6 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Request rate at the end."""
     max_concurrency: Annotated[int, option(ge=0)] = 0
     """Maximum number of concurrent requests; the client's waiting time is not part of latencies. 0: no limit."""
-    trace_speedup: Annotated[float, option(gt=0)] = 1.0
-    """Factor that divides the arrival times of a trace: 2 sends its requests twice as fast."""
-    trace_block_size: Annotated[int, option("tokens", ge=1)] = 512
-    """Tokens per hash id of a JSONL trace."""
-    trace_time_unit: Annotated[float, option("seconds", gt=0)] = 0.001
-    """Unit of the times in a JSONL trace."""
     num_warmups: Annotated[int, option(ge=0)] = 1
     """Number of warm-up requests, which are not measured."""
     ready_timeout: Annotated[float, option("seconds", ge=0)] = 0.0
@@ -165,14 +113,12 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise ``PenstockError`` (``invalid``) for contradictions, texts that cannot be parsed, and files that cannot
         be written."""
+        self.check_dataset()
         for name, path in (("json", self.json), ("picture", self.picture)):
             if path not in ("", "-"):
                 check_writable(name, Path(path))
         if self.picture and not self.picture.endswith(PICTURES):
             raise invalid("picture", f"{self.picture} is not one of {', '.join(PICTURES)}")
-        if bool(self.dataset_path) == (self.dataset in GENERATED):
-            problem = "cannot be combined with" if self.dataset_path else "is required with"
-            raise invalid("dataset_path", f"{problem} dataset_name {self.dataset}")
         if self.ramp_up_strategy and not (self.ramp_up_start_rps and self.ramp_up_end_rps):
             raise invalid("ramp_up_strategy", "requires ramp_up_start_rps and ramp_up_end_rps above 0")
         if self.ramp_up_strategy and 0 < self.request_rate < math.inf:
@@ -180,17 +126,6 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.embeddings and (unknown := {*self.metrics, *self.limits} & {"ttft", "tpot", "itl"}):
             raise invalid("percentile_metrics", f"{min(unknown)} is not measured for embeddings: use e2el")
         _ = self.headers, self.body, self.limits, self.metrics, self.percentiles, self.fields, self.template_kwargs
-
-    @property
-    def dataset(self) -> str:
-        """Name of the dataset."""
-        return self.dataset_name or ("trace" if self.dataset_path else "random")
-
-    @property
-    def lengths(self) -> tuple[int, int, int]:
-        """Tokens of prompt, output and shared prefix; 0: those of the file."""
-        prompt, output, prefix = LENGTHS[self.dataset]
-        return self.input_len or prompt, self.output_len or output, prefix if self.prefix_len < 0 else self.prefix_len
 
     @property
     def api(self) -> str:

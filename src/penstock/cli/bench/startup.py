@@ -12,16 +12,19 @@ import sys
 import tempfile
 import time
 from contextlib import closing
-from typing import IO
+from pathlib import Path
+from typing import IO, Annotated, Any
 
 import msgspec
 
+from penstock.config.option import option
 from penstock.config.settings import settings
 from penstock.core import Code, PenstockError
-from penstock.core.errors import invalid
 
-from ..flags import add_options
+from ..flags import add_fields, add_options, read_fields
+from ..parser import PROFILE_PREFIX
 from ..screen import print_json
+from .option_values import check_writable
 from .sse import DONE, EventReader, decode_chunk, error_message
 
 HOST = "127.0.0.1"
@@ -30,34 +33,71 @@ POLL_TIMEOUT = 5.0  # timeout of an attempt in seconds
 STOP_TIMEOUT = 60.0  # seconds from SIGTERM to exit, without open requests
 
 
+class StartupOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of ``bench startup``."""
+
+    num_iters: Annotated[int, option("starts", ge=1)] = 3
+    """Number of starts; the first one is reported separately."""
+    num_iters_cold: Annotated[int, option("starts", ge=0)] = 0
+    """Number of starts before them, each with an empty weight cache in a temporary folder."""
+    num_iters_warmup: Annotated[int, option("starts", ge=0)] = 0
+    """Number of starts between them, which are not reported."""
+    output_json: str = ""
+    """File for the results as JSON; empty: no file."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--num-iters",
-        type=int,
-        default=3,
-        metavar="N",
-        help="number of starts (default: 3); the first one is reported separately",
-    )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    add_options(parser)
+    add_options(parser, profiles=True)
+    add_fields(parser, StartupOptions, profiles=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Start servers one after another and print their times."""
-    if args.num_iters < 1:
-        raise invalid("num_iters", f"must be at least 1, is {args.num_iters}", 1)
+    options = read_fields(args, StartupOptions)
+    if options.output_json:
+        check_writable("output_json", Path(options.output_json))
     flags = _flags(args)
-    starts = [_start(flags) for _ in range(args.num_iters)]
+    cold = [_start_cold(flags) for _ in range(options.num_iters_cold)]
+    for _ in range(options.num_iters_warmup):
+        _start(flags)
+    starts = [_start(flags) for _ in range(options.num_iters)]
     first, *others = starts
     median = {name: statistics.median(start[name] for start in others) for name in first} if others else None
+    results = {"bench": "startup", "first_s": first, "median_of_others_s": median, "starts_s": starts, "cold_s": cold}
+    results |= _ready_times("cold", cold) | _ready_times("warm", starts)
+    if options.output_json:
+        Path(options.output_json).write_text(json.dumps(results, indent=4))
     if args.json:
-        results = {"bench": "startup", "first_s": first, "median_of_others_s": median, "starts_s": starts}
         print_json(results)
         return 0
-    print(f"{'seconds until':<16}{'first':>8}" + (f"{f'median of {len(others)} more':>20}" if median else ""))
-    for name, seconds in first.items():
-        print(f"{name.replace('_', ' '):<16}{seconds:>8.3f}" + (f"{median[name]:>20.3f}" if median else ""))
+    columns = {"first": first} | ({f"median of {len(others)} more": median} if median else {})
+    if cold:
+        columns |= {"cold median": {name: statistics.median(start[name] for start in cold) for name in first}}
+    print(f"{'seconds until':<16}" + "".join(f"{title:>20}" for title in columns))
+    for name in first:
+        print(f"{name.replace('_', ' '):<16}" + "".join(f"{column[name]:>20.3f}" for column in columns.values()))
     return 0
+
+
+def _ready_times(kind: str, starts: list[dict[str, float]]) -> dict[str, Any]:
+    """Seconds until the engine is ready, under vLLM's names; empty without starts."""
+    if not starts:
+        return {}
+    from .report import percentiles_of
+
+    times = [start["ready"] for start in starts]
+    return {
+        f"avg_{kind}_startup_time": statistics.mean(times),
+        f"{kind}_startup_times": times,
+        f"{kind}_startup_percentiles": percentiles_of(times),
+    }
+
+
+def _start_cold(flags: list[str]) -> dict[str, float]:
+    """Start a server with an empty weight cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _start([*flags, "--weight-cache-dir", folder])
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
@@ -71,7 +111,16 @@ def _flags(args: argparse.Namespace) -> list[str]:
             flags.append(setting.flag if value else f"--no-{setting.flag.removeprefix('--')}")
         else:
             flags += [setting.flag, *map(str, value if setting.kind is tuple else [value])]
+    for name in args.profile.flags if args.profile else ():
+        for value in _given(args, name):
+            flags.append(f"--{name.replace('_', '-')}={value}")
     return flags
+
+
+def _given(args: argparse.Namespace, name: str) -> list[str]:
+    """Values of another system's flag."""
+    value = getattr(args, PROFILE_PREFIX + name, [])
+    return value if isinstance(value, list) else [value]
 
 
 def _start(flags: list[str]) -> dict[str, float]:

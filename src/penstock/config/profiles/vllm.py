@@ -317,7 +317,7 @@ PROFILE = Profile(
     variables=VARIABLES,
     prefixes=PREFIXES,
     together=together,
-    commands={"bench serve": vllm_bench.VLLM_SERVE, "run-batch": vllm_bench.RUN_BATCH},
+    commands=vllm_bench.VLLM_COMMANDS,
 )
 
 DEFAULT_PROFILE = Profile(
@@ -326,7 +326,7 @@ DEFAULT_PROFILE = Profile(
     flags=FLAGS,
     variables={**dict.fromkeys(SECURITY_VARIABLES, ignored("it is read with --compat vllm only")), **RESTRICTING},
     together=together,
-    commands={"bench serve": vllm_bench.SERVE, "run-batch": vllm_bench.RUN_BATCH},
+    commands=vllm_bench.COMMANDS,
 )
 """Profile of the command line without ``--compat``: from the environment, it reads only variables that protect the
 server."""
