@@ -234,7 +234,7 @@ def _invocation(action: argparse.Action) -> str:
 def _first_words(action: argparse.Action) -> str:
     """The first sentence, or its part before a colon or semicolon."""
     text = (action.help or "").replace("%%", "%").replace("(default: empty)", "")
-    return re.split(r"[:;.](?:\s|$)| \((?:\w+, )?default", text, maxsplit=1)[0].strip()
+    return re.split(r"[:;.](?:\s|\Z)| \((?:\w+, )?default", text, maxsplit=1)[0].strip()
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
