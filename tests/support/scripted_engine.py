@@ -27,6 +27,7 @@ from penstock.frontend.input_processor import InputProcessor
 from penstock.serve.app import build
 from penstock.serve.dialects.kserve import ModelRepository
 from penstock.serve.metrics import Metrics
+from penstock.serve.models.keep_alive import KeepAlive
 from penstock.serve.models.manager import ModelManager
 from penstock.serve.models.messages import ModelEntry
 from penstock.serve.models.served_models import ServedModels
@@ -91,7 +92,7 @@ class ScriptedServer:
         served_models = ServedModels(server_options, Metrics())
         served = ModelEntry(names=("default",), configuration=Configuration(), kserve={"ensemble": "ensemble"})
         served_models.set_models((served,))
-        served_models.add(served, gateway)
+        served_models.add(served, gateway, KeepAlive(gateway.engine_pool))
         self.body_memory = served_models.body_memory
         self._gateway = gateway
         self.thinking = self.hide_reasoning = self.single_tool_call = False

@@ -40,7 +40,7 @@ TOPICS: Mapping[str, Topic] = {
         "model model_impl model_hub revision hf_token download_dir load_format dtype quantization tokenizer "
         "served_model_name require_model weight_cache_dir weight_cache_size seed",
     ),
-    "models": _topic("several models in one server", "models model_control_mode load_model"),
+    "models": _topic("several models in one server", "models model_control_mode load_model model_idle_timeout"),
     "device": _topic(
         "processor, GPU and kernels",
         "device ops threads cpu_binding enforce_eager cudagraph_capture_sizes batch_invariant use_warmup",

@@ -23,6 +23,7 @@ from penstock.serve.dialects.openai.batch import BatchError, BatchResponse
 from penstock.serve.dialects.openai.batches.results import BatchState, Results, check_input, requests, survey
 from penstock.serve.dialects.openai.batches.work import Work
 from penstock.serve.metrics import Metrics
+from penstock.serve.models.keep_alive import KeepAlive
 from penstock.serve.models.messages import ModelEntry
 from penstock.serve.models.served_models import ServedModel, ServedModels
 
@@ -121,7 +122,8 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ServedMod
     try:
         await gateway.engine_pool.ready()
         served_models = ServedModels(configuration.server, Metrics())
-        yield served_models.add(ModelEntry(names=names, configuration=configuration, kserve={}), gateway), watch
+        entry = ModelEntry(names=names, configuration=configuration, kserve={})
+        yield served_models.add(entry, gateway, KeepAlive(gateway.engine_pool)), watch
     finally:
         await process.close()
         await watch

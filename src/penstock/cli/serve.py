@@ -102,6 +102,9 @@ def with_role(configuration: Configuration) -> Configuration:
         "prefill_instances": engine.role in ("mixed", "prefill")
         and server.prefill_instances
         and "requires --role router or decode",
+        "model_idle_timeout": server.model_idle_timeout
+        and (engine.role != "mixed" or engine.engine_address or server.router_address or engine.nnodes > 1)
+        and "routers, their instances, and servers on several nodes do not unload models: omit it",
         "models": server.models
         and (engine.role != "mixed" or engine.engine_address or server.router_address)
         and "routers and their instances have one model; start a separate deployment per model",

@@ -72,6 +72,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """explicit: clients may load and unload models (KServe); none: they may not."""
     load_model: tuple[str, ...] = ()
     """Models to load at the start with model_control_mode explicit; *: all models. By default, no model is loaded."""
+    model_idle_timeout: Annotated[float, option("seconds", ge=0)] = 0.0
+    """Seconds without a request after which a model is unloaded: its engine process ends, which frees its memory. The
+    next request loads it again, and waits. Ollama's keep_alive changes the time of a model. 0: never."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model in the API; empty: the value of model."""
     require_model: bool = False

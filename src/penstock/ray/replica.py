@@ -93,7 +93,7 @@ class Replica:
         if self._tracer:
             self._tracer.counts.listener = metrics.record_spans
         served = ServedModels(options, metrics, self._tracer)
-        self._manager = manager = ModelManager(served, on_message)
+        self._manager = manager = ModelManager(served, on_message, unloads=False)
         repository = kserve.ModelRepository(served, manager, [paddlenlp.PaddleNLPModel(served)])
         await manager.update((model,))
         await ready

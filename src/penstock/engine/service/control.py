@@ -76,6 +76,7 @@ class ModelControl:
         self._announce = announce
         self._clients: list[EngineClient] = []
         self._updating = self._is_replacing = False
+        self._num_executing = 0
         self._pause_action: PauseGeneration | Sleep | None = None
         """Current pause or sleep, repeated for restarted engines."""
         self._pids: dict[int, int] = {}
@@ -87,9 +88,21 @@ class ModelControl:
         """True if the engines sleep."""
         return any(client.engine.state.asleep for client in self._clients if client.engine)
 
+    @property
+    def is_busy(self) -> bool:
+        """True while an action is executed, and while the engines are paused or sleep."""
+        return self._num_executing > 0 or self._pause_action is not None
+
     async def execute(self, action: ModelAction) -> EngineState:
         """Execute an action, and return the state of the first engine afterwards. Raises ``PenstockError`` if the
         action fails."""
+        self._num_executing += 1
+        try:
+            return await self._execute(action)
+        finally:
+            self._num_executing -= 1
+
+    async def _execute(self, action: ModelAction) -> EngineState:
         if self._is_replacing:
             raise PenstockError(Code.UNAVAILABLE, "the engines are being replaced; try again soon")
         if not self._clients:

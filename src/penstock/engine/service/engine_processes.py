@@ -148,6 +148,20 @@ class EngineProcesses:
         statuses = await asyncio.gather(*(engine.close() for engine in [*self._engines, *self._others]))
         return next((status for status in statuses if status), 0)
 
+    async def unload(self) -> None:
+        """End the processes, which have no requests, until ``load``."""
+        await asyncio.gather(*(engine.unload() for engine in self._engines))
+
+    async def load(self) -> messages.Ready:
+        """Start the processes again after ``unload``. Returns the report of the first process. Raises ``PenstockError``
+        if one cannot start; the processes then remain unloaded."""
+        first, *_ = results = await asyncio.gather(*(engine.load() for engine in self._engines), return_exceptions=True)
+        if error := next((result for result in results if isinstance(result, BaseException)), None):
+            await self.unload()
+            raise error
+        assert not isinstance(first, BaseException)
+        return first
+
     def stop_restarting(self) -> None:
         """Do not restart processes: on shutdown, a service manager may send SIGTERM to all processes of the group."""
         for engine in [*self._engines, *self._others]:

@@ -82,6 +82,9 @@ class EngineProcess:
         """Set while the process is restarted on purpose; done with the error or None once the next one was started."""
         self._fallback = ""
         """Weights of the next process if a process that is restarted on purpose cannot load ``weights``."""
+        self._loaded = asyncio.Event()
+        """Cleared by ``unload`` until ``load`` has started the next process."""
+        self._loaded.set()
         self.is_lost = False
         """True if the process has died too often, and is not restarted."""
         self._restart_limit = RestartLimit()
@@ -114,6 +117,10 @@ class EngineProcess:
             status = await self._process.wait()
             hang_watch.cancel()
             self.ready = None
+            if not self._loaded.is_set():
+                await self._loaded.wait()
+                if not self.closing:
+                    continue  # ``load`` has started the next process
             if self.closing or not (self.restarts or status):
                 return
             if self._restarting:
@@ -192,9 +199,26 @@ class EngineProcess:
         if error := await asyncio.shield(restarting):
             raise error
 
+    async def unload(self) -> None:
+        """End the process, which has no requests, until ``load``."""
+        self._loaded.clear()
+        assert self._process is not None
+        await terminate(self._process, self._drain_timeout + EXIT_TIMEOUT)
+
+    async def load(self) -> messages.Ready:
+        """Start the process again after ``unload``. Raises ``PenstockError`` if it cannot start; it is then still
+        unloaded."""
+        if self.closing or not self.restarts:
+            raise PenstockError(Code.UNAVAILABLE, "the server is stopping")
+        self._suspects = []
+        ready = await self._launch()
+        self._loaded.set()
+        return ready
+
     async def close(self) -> int:
         """Stop the engine once its open requests have ended, or at once if it is starting. Returns its exit status."""
         self.closing = True
+        self._loaded.set()
         status = 0
         if self._process is not None:
             status = await terminate(self._process, self._drain_timeout + EXIT_TIMEOUT, self._end_signal)

@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 INSPECT_TIMEOUT = 2.0
 """Maximum seconds to wait for an engine's snapshot."""
+MAX_HOLD = 86_400.0
+"""Maximum seconds that a request waits while requests are held."""
+HELD = Failure(Code.UNAVAILABLE, "the model is being loaded, as it was unloaded while it was idle")
+UNLOADED = ("kv_cache", "weights")
+"""Freed parts of engines that were unloaded because they were idle."""
 NO_ENGINE = Failure(Code.UNAVAILABLE, "no instance is available to answer; try again soon")
 
 
@@ -112,6 +117,11 @@ class EnginePool:
         self._counted: set[tuple[str, int]] = set()
         """Address and process id of the engines whose ``Ready.suspects`` were counted."""
         self._refusing: Failure | None = None
+        self._is_held = False
+        self.on_held: Callable[[], None] = lambda: None
+        """Called when a request waits because requests are held, and when requests are held while one is open."""
+        self.on_idle: Callable[[], None] = lambda: None
+        """Called when the last open request has ended."""
         self._changed = asyncio.Event()
         """Set when an engine connects or the instances change, and by ``stop_serving``."""
         self._closing: set[asyncio.Task[None]] = set()
@@ -157,6 +167,32 @@ class EnginePool:
             self._add(address, instance)
         self._move_from_leaving()
         self._changed.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request of this process is open."""
+        return not self._open
+
+    @property
+    def is_held(self) -> bool:
+        """True if requests are held (``hold``)."""
+        return self._is_held
+
+    def hold(self, held: bool) -> None:
+        """Hold new requests: they wait, without the resume timeout, while the engines are unloaded because they were
+        idle. Until then the last report of the engines counts as that of an available engine. False sends the held
+        requests."""
+        if held == self._is_held:
+            return
+        self._is_held, self._lost_at = held, math.inf
+        if not held:
+            self._continue_waiting()
+        elif self._open or self._last_engine is None:
+            self.on_held()
+
+    def fail_held(self, failure: Failure) -> None:
+        """Fail the waiting requests: the engines could not be loaded."""
+        self._fail_waiting(failure)
 
     def _add(
         self,
@@ -212,7 +248,11 @@ class EnginePool:
     @property
     def engine(self) -> messages.Ready | None:
         """Report of the first connected engine that generates output, with the lowest ``max_model_len`` of these
-        engines; None if no such engine is connected."""
+        engines; None if no such engine is connected. While requests are held, the last report."""
+        return self._last_engine if self._is_held else self._connected_engine
+
+    @property
+    def _connected_engine(self) -> messages.Ready | None:
         return _common([replica.engine for replica in self._generating if replica.engine])
 
     @property
@@ -260,7 +300,9 @@ class EnginePool:
 
     def require_engine(self) -> messages.Ready:
         """Report of the available engines (see ``engine``). Raises ``PenstockError`` (``unavailable``) if no engine is
-        available, for example because all sleep."""
+        available, for example because all sleep. While requests are held, the last report."""
+        if self._is_held and self._last_engine and not self._refusing:
+            return self._last_engine
         engine = _common([replica.require_engine() for replica in self._available()])
         assert engine
         return engine
@@ -281,6 +323,8 @@ class EnginePool:
     def stats(self) -> messages.Stats:
         """Last statistics of the engines, combined by ``Stats.total``, with the statistics of each engine in
         ``replicas``."""
+        if self._is_held:
+            return messages.Stats(state=EngineState(asleep=UNLOADED))
         replicas = [replica for replica in self._replicas if not replica.leaving]
         each = [self._stats_of(replica) for replica in replicas]
         if len(each) == 1 and replicas[0].instance is None:
@@ -342,6 +386,8 @@ class EnginePool:
     async def reset_prefix_cache(self) -> None:
         """Drop the cached prefixes of all connected engines."""
         self._balancer.clear()
+        if self._is_held:
+            return
         await asyncio.gather(*(replica.client.call(ResetPrefixCache()) for replica in self._connected(asleep=True)))
 
     async def load_adapter(self, name: str, path: str) -> None:
@@ -414,6 +460,8 @@ class EnginePool:
         """
         if (entry := self._open.pop(request_id, None)) is None:
             return
+        if not self._open:
+            self.on_idle()
         entry.stop_waiting()
         replica = entry.replica
         entry.unassign()
@@ -446,6 +494,8 @@ class EnginePool:
 
     def _assign(self, entry: OpenRequest) -> None:
         """Send a request to a replica, with its output so far. Raises ``PenstockError`` as ``add``."""
+        if self._is_held:
+            raise PenstockError.of(HELD)
         available = [replica for replica in self._available() if replica not in entry.full]
         if not available:
             raise PenstockError(
@@ -486,29 +536,36 @@ class EnginePool:
         timeout ago."""
         if failure.code is not Code.UNAVAILABLE or failure == messages.ENGINE_ASLEEP or self._refusing:
             return False
+        if self._is_held:
+            return True
         now = time.monotonic()
         self._lost_at = min(self._lost_at, now)
         return self._last_engine is not None and now - self._lost_at < self._resume.timeout
 
     def _check_queue(self) -> None:
         """Raise ``PenstockError`` (``overloaded``) if ``max_waiting`` new requests wait for an engine."""
-        assert self._last_engine
+        if self._last_engine is None:  # requests are held since this process's start
+            return
         count = sum(entry.waiting is not None and not entry.started for entry in self._open.values())
         if count >= (limit := self._last_engine.max_waiting):
-            message = f"{count} requests wait for the engine, which restarts"
+            message = f"{count} requests wait for the engine, which {'is loading' if self._is_held else 'restarts'}"
             raise PenstockError(Code.OVERLOADED, message, "max_waiting", limit)
 
     def _wait(self, entry: OpenRequest) -> None:
-        """Keep a request until an engine is available, for at most the resume timeout."""
+        """Keep a request until an engine is available, for at most the resume timeout, or ``MAX_HOLD`` while requests
+        are held."""
+        timeout = MAX_HOLD if self._is_held else self._resume.timeout
 
         def fail() -> None:
             entry.waiting = None
-            message = f"{MOVED if entry.engine else NO_ENGINE.message} (resume_timeout: {self._resume.timeout:g} s)"
+            message = f"{MOVED if entry.engine else NO_ENGINE.message} (resume_timeout: {timeout:g} s)"
             self._fail([entry.request.request_id], Failure(Code.UNAVAILABLE, message))
 
         entry.unassign()
         if entry.waiting is None:
-            entry.waiting = asyncio.get_running_loop().call_later(self._resume.timeout, fail)
+            entry.waiting = asyncio.get_running_loop().call_later(timeout, fail)
+        if self._is_held:
+            self.on_held()
 
     def _continue_waiting(self) -> None:
         """Send the waiting requests, in order of arrival, to engines that have become available."""
@@ -539,6 +596,8 @@ class EnginePool:
             entry = self._open.pop(name)
             entry.stop_waiting()
             entry.unassign()
+        if names and not self._open:
+            self.on_idle()
         if names:
             self._on_lost(failure, names)
 
@@ -605,7 +664,7 @@ class EnginePool:
             replica.weights_version = engine.weights_version
             self._balancer.forget(replica)
         self._changed.set()
-        if (known := self.engine) is not None:
+        if (known := self._connected_engine) is not None:
             self._last_engine, self._lost_at = known, math.inf
         for each in self._replicas:
             each.leaving |= each.successor is replica

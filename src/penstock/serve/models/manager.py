@@ -21,18 +21,23 @@ from penstock.frontend.gateway import Gateway
 from penstock.frontend.input_processor import InputProcessor
 from penstock.text.isolated_template import IsolatedTemplate
 
+from .keep_alive import IdleRequests, KeepAlive
 from .messages import (
     INSTANCES,
     Done,
     Drained,
     Failed,
+    Idle,
     Load,
     ModelEntry,
     Models,
     Operate,
     Ready,
     Register,
+    Request,
+    SetKeepAlive,
     Unload,
+    Wake,
     decode_to_api_process,
 )
 from .served_models import ServedModel, ServedModels
@@ -49,13 +54,21 @@ class ModelManager:
 
     Args:
         send: sends a message to the supervisor.
+        unloads: True if the supervisor unloads idle models.
     """
 
-    def __init__(self, served_models: ServedModels, send: Callable[[msgspec.Struct], None]) -> None:
+    def __init__(
+        self, served_models: ServedModels, send: Callable[[msgspec.Struct], None], unloads: bool = True
+    ) -> None:
+        self._unloads = unloads
         self._served_models = served_models
         self._send = send
         self._gateways: dict[str, Gateway] = {}
         """Gateways of the loaded models, by name."""
+        self._keep_alives: dict[str, KeepAlive] = {}
+        """Keep-alive times of the loaded models, by name."""
+        self._waking: set[str] = set()
+        """Models that this process is asking the supervisor to load."""
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[None]] = {}
         """Unanswered requests to the supervisor, by number."""
@@ -110,6 +123,8 @@ class ModelManager:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
+        for keep_alive in self._keep_alives.values():
+            keep_alive.close()
         await asyncio.gather(*(gateway.close() for gateway in self._gateways.values()))
 
     @property
@@ -127,7 +142,7 @@ class ModelManager:
         """Register or deregister an instance at the supervisor."""
         await self._request(Register(next(self._numbers), name, engines, leaves))
 
-    async def _request(self, request: Load | Unload | Operate | Register) -> None:
+    async def _request(self, request: Request) -> None:
         done = self._pending[request.number] = asyncio.get_running_loop().create_future()
         self._send(request)
         await done
@@ -145,6 +160,7 @@ class ModelManager:
                     self._spawn(self._drain(service, model))
             if model is None:
                 del self._gateways[name]
+                self._keep_alives.pop(name).close()
                 self._spawn(gateway.close())
         for name, model in running.items():
             if name not in self._gateways:
@@ -158,6 +174,7 @@ class ModelManager:
                 pool.set_instances(model.instances)
             if pool.set_engines(_local_engines(model)):
                 self._spawn(self._report_engines(self._gateways[name], model))
+            self._follow_idleness(model)
 
     async def _serve(self, model: ModelEntry) -> None:
         try:
@@ -181,10 +198,62 @@ class ModelManager:
             ResumePolicy.of(options.engine),
         )
         gateway.engine_pool.set_instances(model.instances)
+        self._keep_alives[model.name] = self._keep_alive(gateway, model.name)
+        self._follow_idleness(model)
         if model.required:
-            self._served_models.add(model, gateway)
+            self._add(model, gateway)
             gc.freeze()  # exclude long-lived objects from garbage collection
         self._spawn(self._announce(gateway, model))
+
+    def _add(self, model: ModelEntry, gateway: Gateway) -> None:
+        self._served_models.add(model, gateway, self._keep_alives[model.name])
+
+    def _keep_alive(self, gateway: Gateway, name: str) -> KeepAlive:
+        """Create the keep-alive time of a model, which sends its changes to the supervisor."""
+        gateway.engine_pool.on_held = lambda: self._spawn(self._wake(name, gateway))
+        requests = IdleRequests(
+            report_idle=lambda: self._request(Idle(next(self._numbers), name)),
+            change=lambda seconds: self._request(SetKeepAlive(next(self._numbers), name, seconds)),
+            load=lambda: self._request(Wake(next(self._numbers), name)),
+        )
+        return KeepAlive(gateway.engine_pool, requests if self._unloads else None)
+
+    def _follow_idleness(self, model: ModelEntry) -> None:
+        """Hold the requests of a model that the supervisor unloads because it is idle, or send them again. Reports to
+        the supervisor whether this process agrees."""
+        gateway, keep_alive = self._gateways[model.name], self._keep_alives[model.name]
+        pool, agrees = gateway.engine_pool, keep_alive.is_expired
+        keep_alive.set(model.keep_alive)
+        if model.unloaded == pool.is_held:
+            return
+        if not model.unloaded:
+            self._spawn(self._release(gateway, keep_alive, model))
+            return
+        pool.hold(True)
+        if agrees:
+            self._send(Drained(model.engine))
+        elif pool.is_idle:
+            self._spawn(self._wake(model.name, gateway))
+
+    async def _release(self, gateway: Gateway, keep_alive: KeepAlive, model: ModelEntry) -> None:
+        """Send the held requests as soon as the engines are connected."""
+        with contextlib.suppress(TimeoutError, PenstockError):
+            await gateway.engine_pool.connected(READY_TIMEOUT)
+        if self._gateways.get(model.name) is gateway:
+            keep_alive.touch()
+            gateway.engine_pool.hold(False)
+
+    async def _wake(self, name: str, gateway: Gateway) -> None:
+        """Have a model loaded for the requests that wait for it, and fail them if that fails."""
+        if name in self._waking:
+            return
+        self._waking.add(name)
+        try:
+            await self._request(Wake(next(self._numbers), name))
+        except PenstockError as error:
+            gateway.engine_pool.fail_held(error.failure)
+        finally:
+            self._waking.discard(name)
 
     async def _announce(self, gateway: Gateway, model: ModelEntry) -> None:
         """Report to the supervisor when the first engine is ready."""
@@ -192,8 +261,9 @@ class ModelManager:
             await gateway.engine_pool.ready()
             if self._gateways.get(model.name) is not gateway:
                 return
+            self._keep_alives[model.name].touch()
             if not model.required:
-                self._served_models.add(model, gateway)
+                self._add(model, gateway)
             for hook in self._served_models.ready_hooks:
                 await hook()
             self._send(Ready(model.engine))

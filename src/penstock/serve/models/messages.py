@@ -42,6 +42,10 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses of the engines, one per data-parallel replica, or ``INSTANCES`` in a router. Empty: not loaded."""
     instances: tuple[Instance, ...] = ()
     """Remote instances that answer requests for the model, or compute their prompts."""
+    unloaded: bool = False
+    """True while the engine processes are ended because the model was idle; the next request loads them."""
+    keep_alive: float | None = None
+    """Seconds without a request after which the model is unloaded; None: never."""
     draining: bool = False
     """True while the model is being unloaded: open requests finish, new requests are rejected."""
     reason: str = "not loaded"
@@ -91,7 +95,7 @@ class Models(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """To an API process: the ``Load``, ``Unload``, ``Operate`` or ``Register`` with this number has ended."""
+    """To an API process: the ``Request`` with this number has ended."""
 
     number: int
     failure: Failure | None = None
@@ -135,6 +139,29 @@ class Unload(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """To the supervisor: load a model that was unloaded because it was idle, or do not unload it."""
+
+    number: int
+    name: str
+
+
+class Idle(msgspec.Struct, frozen=True, tag=True):
+    """To the supervisor: this process has had no request of a model for its keep-alive time: unload it if the other
+    processes agree."""
+
+    number: int
+    name: str
+
+
+class SetKeepAlive(msgspec.Struct, frozen=True, tag=True):
+    """To the supervisor: change a model's keep-alive time (``ModelEntry.keep_alive``) until it is unloaded."""
+
+    number: int
+    name: str
+    seconds: float | None
+
+
 class Operate(msgspec.Struct, frozen=True, tag=True):
     """To the supervisor: execute an operation on the engines of a model."""
 
@@ -155,7 +182,9 @@ class Register(msgspec.Struct, frozen=True, tag=True):
 
 
 ToApiProcess = Models | Done
-FromApiProcess = Alive | Ready | Failed | Drained | Load | Unload | Operate | Register
+Request = Load | Unload | Wake | Idle | SetKeepAlive | Operate | Register
+"""Requests to the supervisor, answered by ``Done``."""
+FromApiProcess = Alive | Ready | Failed | Drained | Request
 decode_to_api_process: Any = msgspec.json.Decoder(ToApiProcess).decode
 decode_from_api_process: Any = msgspec.json.Decoder(FromApiProcess).decode
 

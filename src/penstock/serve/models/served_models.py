@@ -20,6 +20,7 @@ from ..http.body import BodyParser, check_elements, receive_body
 from ..http.body_memory import UNCOUNTED_SIZE, BodyMemory, Reservation
 from ..http.request_record import RequestRecord, record_of
 from ..metrics import Metrics, ModelMetrics
+from .keep_alive import KeepAlive
 from .messages import ANY_MODEL, ModelEntry
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class ServedModel:
         entry: announcement of the supervisor.
         admission: context manager that counts a request of any model.
         parser: body parser shared by all models.
+        keep_alive: time for which the idle model stays loaded.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class ServedModel:
         metrics: ModelMetrics,
         admission: Callable[[], AbstractContextManager[None]],
         parser: BodyParser,
+        keep_alive: KeepAlive,
     ) -> None:
+        self.keep_alive = keep_alive
         self.names = entry.names
         """Names of the model; the first is used in answers."""
         self.name = entry.name
@@ -181,10 +185,10 @@ class ServedModels:
         self._models, self._received = models, True
         self._order()
 
-    def add(self, model: ModelEntry, gateway: Gateway) -> ServedModel:
+    def add(self, model: ModelEntry, gateway: Gateway, keep_alive: KeepAlive) -> ServedModel:
         """Start serving a model."""
         metrics = self.metrics.of(model.name)
-        service = ServedModel(model, gateway, self.options, metrics, self._admit, self._parser)
+        service = ServedModel(model, gateway, self.options, metrics, self._admit, self._parser, keep_alive)
         self._services[model.name] = service
         self._order()
         return service
@@ -242,9 +246,12 @@ class ServedModels:
             service.gateway.engine_pool.check_alive()
 
     def check(self) -> None:
-        """Raise ``PenstockError`` (``unavailable``) unless every required model has a ready, unpaused engine."""
+        """Raise ``PenstockError`` (``unavailable``) unless every required model has a ready, unpaused engine, or was
+        unloaded because it was idle."""
         self.check_alive()
         for service in self:
+            if service.gateway.engine_pool.is_held:
+                continue
             service.gateway.engine_pool.require_engine()
             if all(state.is_paused for state in service.gateway.engine_pool.states):
                 raise PenstockError.of(PAUSED)

@@ -25,12 +25,9 @@ from ..models.messages import (
     Done,
     Drained,
     Failed,
-    Load,
     Models,
-    Operate,
     Ready,
-    Register,
-    Unload,
+    Request,
     decode_from_api_process,
     encode_line,
 )
@@ -68,9 +65,7 @@ class ApiProcesses:
         handle: executes a request of a process; raises ``PenstockError`` if it fails.
     """
 
-    def __init__(
-        self, starts: Sequence[ApiProcessStart], handle: Callable[[Load | Unload | Operate | Register], Awaitable[None]]
-    ) -> None:
+    def __init__(self, starts: Sequence[ApiProcessStart], handle: Callable[[Request], Awaitable[None]]) -> None:
         self._starts = starts
         self._handle = handle
         self._processes: dict[int, ApiProcess] = {}
@@ -120,6 +115,11 @@ class ApiProcesses:
         """Wait until no process has an open request for the model of the engine with this address."""
         async with self._changed:
             await self._changed.wait_for(lambda: all(engine in process.drained for process in self._processes.values()))
+
+    def forget_drained(self, engine: str) -> None:
+        """Forget that processes had no open request for the model of an engine, before ``wait_drained``."""
+        for process in self._processes.values():
+            process.drained.discard(engine)
 
     async def close(self, timeout: float) -> None:
         """Stop the processes, and kill them after ``timeout`` seconds. Loads and unloads in progress are cancelled."""
@@ -203,7 +203,7 @@ class ApiProcesses:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _answer(self, process: ApiProcess, request: Load | Unload | Operate | Register) -> None:
+    async def _answer(self, process: ApiProcess, request: Request) -> None:
         failure = None
         try:
             if self._closing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -28,6 +29,9 @@ from .instances import Instances
 
 logger = logging.getLogger("penstock")
 
+AGREE_TIMEOUT = 5.0
+"""Maximum seconds to wait for the answers of API processes before an idle model is unloaded."""
+
 T = TypeVar("T")
 
 
@@ -50,6 +54,9 @@ class SupervisedModels:
         api_processes: ApiProcesses,
         instances: Instances | None = None,
     ) -> None:
+        self._keep_alive = models[0].configuration.server.model_idle_timeout or None
+        """Keep-alive time of a newly loaded model (``ModelEntry.keep_alive``)."""
+        models = [msgspec.structs.replace(model, keep_alive=self._keep_alive) for model in models]
         self._models = {model.name: model for model in models}
         self._fetch = fetch
         self._api_processes = api_processes
@@ -58,6 +65,8 @@ class SupervisedModels:
         self._controls: dict[str, ModelControl] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._locks = {model.name: asyncio.Lock() for model in models}
+        self._wanted = {model.name: asyncio.Event() for model in models}
+        """Set by ``wake``, which ends an attempt to unload the model."""
         self._starting = asyncio.Lock()
         """Held while an engine starts: its KV cache is sized by the memory that is free at that time."""
         self._closing = False
@@ -94,6 +103,7 @@ class SupervisedModels:
         self._check(name)
         async with self._locks[name]:
             if self._models[name].engine:
+                await self._wake(name)
                 return None
             configuration = await _in_daemon_thread(lambda: self._fetch(self._models[name].configuration))
             async with self._starting:
@@ -113,12 +123,66 @@ class SupervisedModels:
             if name not in self._running:
                 return
             engine = self._running[name]
-            self._update(name, required=False, draining=True, reason="it is being unloaded")
+            self._api_processes.forget_drained(self._models[name].engine)
+            self._update(name, required=False, draining=True, unloaded=False, reason="it is being unloaded")
             with contextlib.suppress(TimeoutError):  # an API process may hang
                 async with asyncio.timeout(self._models[name].configuration.engine.drain_timeout + EXIT_TIMEOUT):
                     await self._api_processes.wait_drained(self._models[name].engine)
             await self._end(name, engine)
             self._update(name, engines=(), draining=False, reason="unloaded")
+
+    async def unload_idle(self, name: str) -> None:
+        """End the engine processes of a model until ``wake`` if no API process has used it for its keep-alive time.
+
+        API processes hold new requests from the first step on, so none is lost.
+        """
+        async with self._locks[name]:
+            engine, control, model = self._running.get(name), self._controls.get(name), self._models[name]
+            if control is None or not isinstance(engine, EngineProcesses) or self._closing or model.unloaded:
+                return
+            if control.is_busy or len(engine.reports) < len(engine.addresses) or not may_unload(model):
+                return
+            wanted = self._wanted[name]
+            wanted.clear()
+            self._api_processes.forget_drained(model.engine)
+            self._update(name, unloaded=True)
+            if not await self._agree(model.engine, wanted):
+                self._update(name, unloaded=False)
+                return
+            await engine.unload()
+            self._update(name, keep_alive=self._keep_alive)
+            logger.info("unloaded %s, which was idle; the next request loads it", name)
+
+    async def _agree(self, engine: str, wanted: asyncio.Event) -> bool:
+        """Wait until no API process has an open request. Returns False if one wants the model, or does not answer."""
+        tasks = [asyncio.create_task(each) for each in (self._api_processes.wait_drained(engine), wanted.wait())]
+        await asyncio.wait(tasks, timeout=AGREE_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+        agreed = tasks[0].done() and not wanted.is_set()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return agreed
+
+    async def wake(self, name: str) -> None:
+        """Load a model that was unloaded because it was idle. Raises ``PenstockError`` if it cannot be loaded."""
+        self._wanted[name].set()
+        async with self._locks[name]:
+            await self._wake(name)
+
+    async def _wake(self, name: str) -> None:
+        engine = self._running.get(name)
+        if not self._models[name].unloaded or not isinstance(engine, EngineProcesses):
+            return
+        started = time.monotonic()
+        async with self._starting:
+            await engine.load()
+        self._update(name, unloaded=False)
+        logger.info("loaded %s for a request", name, extra={"fields": {"seconds": time.monotonic() - started}})
+
+    def set_keep_alive(self, name: str, seconds: float | None) -> None:
+        """Change the keep-alive time of a model until it is unloaded."""
+        if self._models[name].keep_alive != seconds and may_unload(self._models[name]):
+            self._update(name, keep_alive=seconds)
 
     async def operate(self, name: str, operation: ModelAction) -> None:
         """Execute an operation on the engines of a model. Raises ``PenstockError`` if the operation fails."""
@@ -128,6 +192,8 @@ class SupervisedModels:
             if name not in self._running:
                 message = f"the model {name!r} is not loaded: load it first"
             raise PenstockError(Code.UNSUPPORTED, message)
+        if self._models[name].unloaded:
+            await self.wake(name)
         if not starts_engines(operation):
             await control.execute(operation)
             return
@@ -191,6 +257,8 @@ class SupervisedModels:
     async def restart(self) -> None:
         """Replace the engine processes of all models, one after the other. Errors are logged."""
         for name in list(self._controls):
+            if self._models[name].unloaded:
+                continue  # its next engine process runs the installed version
             try:
                 await self.operate(name, RestartEngines())
             except PenstockError as error:
@@ -225,6 +293,8 @@ class SupervisedModels:
             return "starting" if model.required else "unloaded"
         if model.draining:
             return "unloading"
+        if model.unloaded:
+            return "unloaded"
         if name not in self._watching or not (engine.reports or isinstance(engine, Instances)):
             return "starting"
         control = self._controls.get(name)
@@ -239,6 +309,12 @@ class SupervisedModels:
         """Change a model's state and send it to the API processes."""
         self._models[name] = msgspec.structs.replace(self._models[name], **changes)
         self._api_processes.set_models(Models(tuple(self._models.values())))
+
+
+def may_unload(model: ModelEntry) -> bool:
+    """True if the model may be unloaded while it is idle: no router or other node depends on its engines."""
+    engine = model.configuration.engine
+    return engine.role == "mixed" and engine.nnodes == 1 and not (engine.engine_address or model.instances)
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:

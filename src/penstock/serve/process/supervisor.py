@@ -24,7 +24,17 @@ from penstock.engine.executor.cluster_secret import read_secret
 from penstock.frontend.mcp import check_installed, load_mcp_config
 from penstock.tracing import check as check_tracing
 
-from ..models.messages import ApiProcessStart, Load, ModelEntry, Operate, Register, Unload
+from ..models.messages import (
+    ApiProcessStart,
+    Idle,
+    ModelEntry,
+    Operate,
+    Register,
+    Request,
+    SetKeepAlive,
+    Unload,
+    Wake,
+)
 from .api_processes import ApiProcesses
 from .instances import Instances
 from .metrics_files import metrics_folder
@@ -213,20 +223,28 @@ class Supervisor:
             self._registration = asyncio.create_task(registering)
         await self._models.lost.wait()
 
-    async def _handle(self, request: Load | Unload | Operate | Register) -> None:
+    async def _handle(self, request: Request) -> None:
         """Execute a request of an API process. Raises ``PenstockError`` if the request fails."""
         started = time.monotonic()
-        if isinstance(request, Register):
-            if self._instances:
-                self._instances.register(request.name, request.engines, request.leaves)
-        elif isinstance(request, Operate):
-            await self._models.operate(request.name, request.operation)
-        elif isinstance(request, Unload):
-            await self._models.unload(request.name)
-            logger.info("unloaded %s", request.name, extra={"fields": {"seconds": time.monotonic() - started}})
-        elif ready := await self._models.load(request.name):
-            fields = {"seconds": time.monotonic() - started, "kv_blocks": ready.num_blocks}
-            logger.info("loaded %s", request.name, extra={"fields": fields})
+        match request:
+            case Register(_, name, engines, leaves):
+                if self._instances:
+                    self._instances.register(name, engines, leaves)
+            case Operate(_, name, operation):
+                await self._models.operate(name, operation)
+            case Wake(_, name):
+                await self._models.wake(name)
+            case Idle(_, name):
+                await self._models.unload_idle(name)
+            case SetKeepAlive(_, name, seconds):
+                self._models.set_keep_alive(name, seconds)
+            case Unload(_, name):
+                await self._models.unload(name)
+                logger.info("unloaded %s", name, extra={"fields": {"seconds": time.monotonic() - started}})
+            case _:
+                if ready := await self._models.load(request.name):
+                    fields = {"seconds": time.monotonic() - started, "kv_blocks": ready.num_blocks}
+                    logger.info("loaded %s", request.name, extra={"fields": fields})
 
     def _api_process_start(self, number: int, listeners: list[socket.socket]) -> ApiProcessStart:
         return ApiProcessStart(

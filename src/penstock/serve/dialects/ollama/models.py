@@ -40,10 +40,17 @@ class OllamaModels:
         return [self._entry(service, name) for service in self._served_models.listed() for name in service.all_names]
 
     def running(self) -> list[dict[str, Any]]:
-        """The entries of ``/api/ps``. All served models are loaded."""
+        """The entries of ``/api/ps``: the models that are loaded."""
         return [
-            {**one, "expires_at": "9999-12-31T23:59:59Z", "size_vram": 0, "context_length": self._context(one["name"])}
-            for one in self.listed()
+            {
+                **self._entry(service, name),
+                "expires_at": _time(service.keep_alive.expires),
+                "size_vram": 0,
+                "context_length": self._context(name),
+            }
+            for service in self._served_models.listed()
+            if not service.gateway.engine_pool.is_held
+            for name in service.all_names
         ]
 
     def shown(self, name: str | None) -> dict[str, Any]:
@@ -77,13 +84,13 @@ class OllamaModels:
         }
 
     def _entry(self, service: ServedModel, name: str) -> dict[str, Any]:
-        config, created = self._config(service), datetime.fromtimestamp(self._served_models.created, UTC)
+        config = self._config(service)
         family = config.get("model_type", "")
         folder = self._folder(service)
         return {
             "name": name,
             "model": name,
-            "modified_at": created.isoformat().replace("+00:00", "Z"),
+            "modified_at": _time(self._served_models.created),
             "size": sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0,
             "digest": hashlib.sha256(f"{service.name} {folder}".encode()).hexdigest(),
             "details": {
@@ -120,6 +127,13 @@ class OllamaModels:
     def _context(self, name: str) -> int | None:
         engine = self._served_models.find(name).gateway.engine_pool.engine
         return engine.max_model_len if engine else None
+
+
+def _time(seconds: float | None) -> str:
+    """A time of the epoch in RFC 3339; None: a time in the distant future."""
+    if seconds is None:
+        return "9999-12-31T23:59:59Z"
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _rounded(weights: int) -> str:

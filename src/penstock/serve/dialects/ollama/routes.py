@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -28,6 +30,7 @@ from penstock.serve.http.routes import Endpoint, Routes
 from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .convert import chat_fields, generate_fields
+from .keep_alive import seconds_of
 from .models import OllamaModels
 from .schema import (
     ERROR_FORMAT,
@@ -40,6 +43,7 @@ from .schema import (
     EmbeddingsRequest,
     EmbedRequest,
     GenerateRequest,
+    OllamaRequest,
     OneEmbedding,
     ShowRequest,
     finish,
@@ -54,6 +58,9 @@ PREFIX = "ollama."
 """Prefix of schema names in the OpenAPI document."""
 TRUNCATE_TO_CONTEXT = -1
 """Value of ``truncate_prompt_tokens`` that truncates prompts to the context length."""
+
+
+T = TypeVar("T", bound=OllamaRequest)
 
 
 class Delta(NamedTuple):
@@ -194,16 +201,16 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     api = DialectRoutes(routes, served_models, schemas=SCHEMAS, prefix=PREFIX)
     models = OllamaModels(served_models)
 
-    def chat(request: ChatRequest, record: RequestRecord, size: int) -> Response:
+    def chat(request: ChatRequest, record: RequestRecord, size: int) -> Response | Awaitable[Response]:
         service = models.find(request.model)
         if not request.messages:
-            return _loaded(request, is_chat=True)
+            return _loaded(service, request, is_chat=True)
         return reply_chat(service, record, request, chat_fields(request, record.unknown), size, is_chat=True)
 
-    def generate(request: GenerateRequest, record: RequestRecord, size: int) -> Response:
+    def generate(request: GenerateRequest, record: RequestRecord, size: int) -> Response | Awaitable[Response]:
         service = models.find(request.model)
         if not request.prompt and not request.suffix and not request.images:
-            return _loaded(request, is_chat=False)
+            return _loaded(service, request, is_chat=False)
         fields = generate_fields(request, record.unknown)
         if not (request.raw or request.suffix):
             return reply_chat(service, record, request, fields, size, is_chat=False)
@@ -231,7 +238,22 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
     def reply(handler: _OllamaHandler, request: ChatRequest | GenerateRequest) -> Response:
         handler.requested_model = request.model or ""
+        keep_alive(handler.service, request)
         return Reply.of(handler.service, handler, ERROR_FORMAT, request.stream is not False, MEDIA_TYPE)
+
+    def keep_alive(service: ServedModel, request: OllamaRequest) -> None:
+        if request.keep_alive is not None:
+            service.keep_alive.change_after_requests(seconds_of(request.keep_alive))
+
+    def generation(
+        schema: type[T], answer: Callable[[T, RequestRecord, int], Response | Awaitable[Response]]
+    ) -> Endpoint:
+        @wraps(answer)
+        async def endpoint(raw_request: Request) -> Response:
+            response = await api.handle(raw_request, schema, answer, media=True)
+            return response if isinstance(response, Response) else await response
+
+        return endpoint
 
     def embedding(schema: type[EmbedRequest] | type[EmbeddingsRequest]) -> Endpoint:
         async def endpoint(raw_request: Request) -> Response:
@@ -241,6 +263,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
                 return Json(
                     Embeddings(model=request.model or name, embeddings=[], total_duration=0, prompt_eval_count=0)
                 )
+            keep_alive(service, request)
             handler = OllamaEmbeddingHandler(service, record_of(raw_request.scope), request, name)
             return Reply.of(service, handler, ERROR_FORMAT, False)
 
@@ -269,10 +292,9 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         message = f"{path}: not supported; {hint}"
         raise PenstockError(Code.UNSUPPORTED, message)
 
-    chat_endpoint = api.endpoint(ChatRequest, chat, media=True)
-    api.post("/api/chat", chat_endpoint, "Create a chat response (Ollama)", ChatRequest, answer=Answer)
-    generate_endpoint = api.endpoint(GenerateRequest, generate, media=True)
-    api.post("/api/generate", generate_endpoint, "Complete a prompt (Ollama)", GenerateRequest, answer=Answer)
+    api.post("/api/chat", generation(ChatRequest, chat), "Create a chat response (Ollama)", ChatRequest, answer=Answer)
+    complete = generation(GenerateRequest, generate)
+    api.post("/api/generate", complete, "Complete a prompt (Ollama)", GenerateRequest, answer=Answer)
     api.post("/api/embed", embedding(EmbedRequest), "Embed texts (Ollama)", EmbedRequest)
     api.post("/api/embeddings", embedding(EmbeddingsRequest), "Embed one text (Ollama)", EmbeddingsRequest)
     api.post("/api/show", show, "Show a model (Ollama)", ShowRequest)
@@ -285,9 +307,14 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         api.add(f"/api/{name}", unsupported, f"Ollama's {name}; not supported", method=method)
 
 
-def _loaded(request: ChatRequest | GenerateRequest, is_chat: bool) -> Response:
-    """Respond to a request without a prompt. Ollama's clients send it to load or unload a model."""
-    reason = "unload" if request.keep_alive in (0, "0") else "load"
+async def _loaded(service: ServedModel, request: ChatRequest | GenerateRequest, is_chat: bool) -> Response:
+    """Load a model, or unload it with ``keep_alive`` 0. Ollama's clients send such requests without a prompt."""
+    seconds = None if request.keep_alive is None else seconds_of(request.keep_alive)
+    reason = "unload" if seconds == 0 else "load"
+    if reason == "load":
+        await service.keep_alive.load()
+    if request.keep_alive is not None:
+        await service.keep_alive.change(seconds)
     answer = Answer(model=request.model or "", created_at=now(), done=True, done_reason=reason)
     if is_chat:
         answer.message = AnswerMessage()

@@ -43,7 +43,8 @@ class OllamaRequest(RequestBody, kw_only=True):
     options: dict[str, Any] | None = None
     """Sampling parameters under Ollama's names."""
     keep_alive: KeepAlive | None = None
-    """Ignored: models stay loaded."""
+    """Time for which the model stays loaded after the request: a duration (``5m``) or seconds; 0: unload it at once;
+    negative: keep it loaded."""
 
 
 class ShowRequest(OllamaRequest, kw_only=True):
@@ -68,13 +69,13 @@ class OllamaGeneration(OllamaRequest, kw_only=True):
 
 class ChatRequest(OllamaGeneration, kw_only=True):
     messages: list[OllamaMessage] = msgspec.field(default_factory=list)
-    """Chat history. If empty, the response only reports that the model is loaded."""
+    """Chat history. If empty, the request only loads the model, or with ``keep_alive`` 0 unloads it."""
     tools: list[dict[str, Any]] | None = None
 
 
 class GenerateRequest(OllamaGeneration, kw_only=True):
     prompt: str = ""
-    """Text of the user. If empty, the response only reports that the model is loaded."""
+    """Text of the user. If empty, the request only loads the model, or with ``keep_alive`` 0 unloads it."""
     system: str | None = None
     images: list[str] | None = None
     raw: bool | None = None
