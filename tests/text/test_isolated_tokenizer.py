@@ -130,6 +130,10 @@ def test_isolated_tokenizer_matches_local_tokenizer(isolated: IsolatedTokenizer)
     assert isolated.token_to_id("<|im_end|>") == local.token_to_id("<|im_end|>")
     assert isolated.token_to_id("no token") is None
     assert isolated.to_json() == local.to_json() and isolated.special == local.special
+    assert [isolated.decode_token(i) for i in (*ids, 10**6)] == [local.decode_token(i) for i in (*ids, 10**6)]
+    for name in {name for name in (*vars(local), *dir(Tokenizer)) if not name.startswith("_")} - {"isolated"}:
+        value = getattr(local, name)
+        assert callable(value) or name.startswith("template") or getattr(isolated, name) == value, name
     messages = [{"role": "user", "content": "Hello!"}]
     assert isolated.render(messages) == local.render(messages)
     for tokenizer in (isolated, local):

@@ -77,11 +77,13 @@ class Loaded(msgspec.Struct, frozen=True):
     failure: Failure | None = None
     json: str = ""
     vocabulary: list[bytes] = []
+    vocab_size: int = 0
     tokens: list[str] = []
     special_ids: list[int] = []
     special: dict[str, str] = {}
     templates: dict[str, str] = {}
     control_tokens: ControlTokens = ControlTokens()
+    info: dict[str, Any] = {}
 
 
 def check_tokenizer(folder: Path, chat_template: str | None = None, limits: Limits | None = None) -> None:
@@ -112,13 +114,14 @@ class IsolatedTokenizer(Tokenizer):
 
     def __init__(self, folder: Path, chat_template: str | None = None, limits: Limits | None = None) -> None:
         self._load = Load(str(folder), chat_template, limits or Limits(), keep_running=True)
-        self._init_templates(folder, chat_template)
+        self._init_caches(folder, chat_template)
         self._lock = threading.Lock()
         self._process: IsolatedProcess | None
         self._process, self._loaded = _start(self._load)
         self._ids = {token: token_id for token_id, token in enumerate(self._loaded.tokens) if token}
         self.special = self._loaded.special
         self.templates = self._loaded.templates
+        self.info = self._loaded.info
 
     def encode(self, text: str, add_special_tokens: bool = True, has_breaks: bool = False) -> list[int]:
         texts = Texts(text, add_special_tokens=add_special_tokens, has_breaks=has_breaks)
@@ -162,6 +165,10 @@ class IsolatedTokenizer(Tokenizer):
     @cached_property
     def vocabulary(self) -> list[bytes]:
         return self._loaded.vocabulary
+
+    @property
+    def vocab_size(self) -> int:
+        return self._loaded.vocab_size
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -231,8 +238,17 @@ def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
         if not load.keep_running:
             return tokenizer, Loaded()
         tokens = [tokenizer.id_to_token(token_id) for token_id in range(len(vocabulary))]
-        fields = tokenizer.to_json(), vocabulary, tokens, sorted(tokenizer.special_ids)
-        return tokenizer, Loaded(None, *fields, tokenizer.special, tokenizer.templates, control_tokens)
+        return tokenizer, Loaded(
+            json=tokenizer.to_json(),
+            vocabulary=vocabulary,
+            vocab_size=tokenizer.vocab_size,
+            tokens=tokens,
+            special_ids=sorted(tokenizer.special_ids),
+            special=tokenizer.special,
+            templates=tokenizer.templates,
+            control_tokens=control_tokens,
+            info=tokenizer.info,
+        )
     except PenstockError as error:
         return None, Loaded(error.failure)
     except MemoryError:

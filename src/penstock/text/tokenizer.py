@@ -59,8 +59,7 @@ class Tokenizer:
     """True if encoding runs in a child process."""
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
-        self._init_templates(folder, chat_template)
-        self._decoded: dict[int, str] = {}
+        self._init_caches(folder, chat_template)
         try:
             side_files = read_side_files(folder)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -77,7 +76,8 @@ class Tokenizer:
         self.info = side_files.config | {"chat_template": self.template_source}
         """Content of ``tokenizer_config.json``, with the chat template in use."""
 
-    def _init_templates(self, folder: Path, chat_template: str | None) -> None:
+    def _init_caches(self, folder: Path, chat_template: str | None) -> None:
+        self._decoded: dict[int, str] = {}
         self._trusted = not chat_template and folder in (demo.CHAT, demo.DRAFT)
         self._pool = TemplatePool()
         self._compiled: dict[bool, ChatTemplate | IsolatedTemplate] = {}
