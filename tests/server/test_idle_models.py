@@ -19,6 +19,7 @@ import ollama
 import openai
 import pytest
 from serving import Served, usage_error
+from test_lora import demo_adapters as demo_adapters  # imported so that pytest finds the fixture
 
 from penstock import PenstockError, demo
 from penstock.serve.dialects.ollama.keep_alive import seconds_of
@@ -156,7 +157,7 @@ def served(movable: Path) -> Iterator[Served]:
     """Server whose models stay loaded by default."""
     models = ("--model", str(demo.CHAT), *NAME, "--models", json.dumps({"small": str(movable)}))
     flags = ("--model-control-mode", "explicit", "--load-model", "*", "--server-dev-mode", "--weight-cache-dir", "none")
-    with Served(*models, *BLOCKS, *flags) as served:
+    with Served(*models, *BLOCKS, *flags, "--enable-lora", "--allow-runtime-lora-updating") as served:
         yield served
 
 
@@ -216,7 +217,8 @@ def test_failed_load_fails_its_requests_and_next_request_loads_again(served: Ser
     until_unloaded(served, 1)
     away = movable.rename(movable.with_name("away"))
     answer = complete(served, "small")
-    assert answer.status_code >= 400 and str(movable) in answer.text
+    assert answer.status_code == 503 and "the model 'small' could not be loaded" in answer.text
+    served.find(f"small could not be loaded for a request: .*{movable}")
     assert httpx.get(f"{served.root}/ready").status_code == 200
     away.rename(movable)
     assert choices(served, "small") == expected
@@ -249,6 +251,19 @@ def test_unloaded_model_can_be_unloaded_and_loaded_explicitly(served: Served) ->
     assert complete(served).status_code == 404
     httpx.post(f"{repository}/load", timeout=60).raise_for_status()
     assert choices(served) == expected
+
+
+@pytest.mark.slow
+def test_adapters_loaded_at_run_time_are_loaded_again(served: Served, demo_adapters: Path) -> None:
+    unload(served)
+    until_unloaded(served, 1)
+    adapter = {"lora_name": "a", "lora_path": str(demo_adapters / "a"), "base_model_name": "first"}
+    httpx.post(f"{served.url}/load_lora_adapter", json=adapter, timeout=60).raise_for_status()
+    expected = choices(served, "a")
+    assert expected != choices(served)
+    unload(served)
+    until_unloaded(served, 1)
+    assert choices(served, "a") == expected
 
 
 @pytest.mark.slow

@@ -90,6 +90,7 @@ class KeepAlive:
         """Load the model if it is unloaded. Raises ``PenstockError`` if it cannot be loaded."""
         if self._requests and self._pool.is_held:
             await self._requests.load()
+            await self._pool.connected()
         self.touch()
 
     def close(self) -> None:

@@ -174,8 +174,13 @@ class SupervisedModels:
         if not self._models[name].unloaded or not isinstance(engine, EngineProcesses):
             return
         started = time.monotonic()
-        async with self._starting:
-            await engine.load()
+        try:
+            async with self._starting:
+                await engine.load()
+        except PenstockError as error:
+            logger.error("%s could not be loaded for a request: %s", name, error)
+            message = f"the model {name!r} could not be loaded; the server's log has the reason"
+            raise PenstockError(Code.UNAVAILABLE, message) from error
         self._update(name, unloaded=False)
         logger.info("loaded %s for a request", name, extra={"fields": {"seconds": time.monotonic() - started}})
 

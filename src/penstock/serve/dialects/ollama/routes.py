@@ -242,7 +242,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return Reply.of(handler.service, handler, ERROR_FORMAT, request.stream is not False, MEDIA_TYPE)
 
     def keep_alive(service: ServedModel, request: OllamaRequest) -> None:
-        if request.keep_alive is not None:
+        if request.keep_alive is not None and _may_unload(service):
             service.keep_alive.change_after_requests(seconds_of(request.keep_alive))
 
     def generation(
@@ -309,11 +309,15 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
 async def _loaded(service: ServedModel, request: ChatRequest | GenerateRequest, is_chat: bool) -> Response:
     """Load a model, or unload it with ``keep_alive`` 0. Ollama's clients send such requests without a prompt."""
-    seconds = None if request.keep_alive is None else seconds_of(request.keep_alive)
-    reason = "unload" if seconds == 0 else "load"
-    if reason == "load":
+    reason = "load"
+    if request.keep_alive is None or not _may_unload(service):
         await service.keep_alive.load()
-    if request.keep_alive is not None:
+    else:
+        seconds = seconds_of(request.keep_alive)
+        if seconds == 0:
+            reason = "unload"
+        else:
+            await service.keep_alive.load()
         await service.keep_alive.change(seconds)
     answer = Answer(model=request.model or "", created_at=now(), done=True, done_reason=reason)
     if is_chat:
@@ -321,6 +325,11 @@ async def _loaded(service: ServedModel, request: ChatRequest | GenerateRequest, 
     else:
         answer.response = ""
     return Json(answer)
+
+
+def _may_unload(service: ServedModel) -> bool:
+    """False if only clients with the admin key may change which models are loaded."""
+    return not service.options.admin_api_key
 
 
 def _object(arguments: str) -> Any:
