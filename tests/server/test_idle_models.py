@@ -90,6 +90,7 @@ def idle() -> Iterator[Served]:
 
 
 @pytest.mark.slow
+@pytest.mark.row("ollama", "any request, of any dialect, for an unloaded model")
 def test_idle_models_are_unloaded_and_next_request_of_any_dialect_loads_them(idle: Served) -> None:
     def anthropics() -> str:
         messages = anthropic.Anthropic(base_url=idle.root, api_key="none").messages
@@ -168,6 +169,7 @@ def expirations(served: Served) -> dict[str, timedelta]:
 
 
 @pytest.mark.slow
+@pytest.mark.row("ollama", "keep_alive", "no messages, an empty prompt")
 def test_keep_alive_of_ollama_sets_expiration_and_unloads(served: Served) -> None:
     client = ollama.Client(served.root)
     never = timedelta(days=365 * 100)
