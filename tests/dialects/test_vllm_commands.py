@@ -335,3 +335,16 @@ def test_startup_benchmark_measures_cold_and_warm_starts(command: Path, tmp_path
     result = json.loads((tmp_path / "s.json").read_text())
     assert result["cold_startup_times"] == [result["avg_cold_startup_time"]] == [result["cold_s"][0]["ready"]]
     assert len(result["warm_startup_times"]) == 1
+
+
+def test_help_describes_every_flag_of_bench_serve(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_COMPAT", "vllm")
+    with pytest.raises(SystemExit):
+        vllm.run(["bench", "serve", "--help"])
+    output = capsys.readouterr().out
+    missing = [flag for flag in (*published.ACCEPTED, *published.REFUSED) if f"--{flag} " not in output]
+    assert missing == []
+    assert "see docs/dialects" not in output
+    assert re.search(r"--num-prompts INT.*\n(?: {20}.*\n)+? .*\(default: 1000\)", output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from penstock.config.settings import Setting, settings, settings_of
 from penstock.config.sources import ResolvedConfiguration, convert_value, read
 from penstock.core.errors import invalid
 
-from .help_topics import add_topic_help
+from .help_topics import OWN_OPTIONS, add_topic_help
 from .parser import PROFILE_PREFIX, Parser
 
 TITLES = {"model": "model options", "engine": "engine options", "server": "server options", "log": "log options"}
@@ -76,7 +77,7 @@ def add_fields(
     """
     if profiles:
         parser.set_defaults(schema=schema, accepts_profiles=True)
-    group = parser.add_argument_group("options of this command")
+    group = parser.add_argument_group(OWN_OPTIONS)
     for setting in settings_of(schema):
         if setting.name not in without:
             _add(group, setting)
@@ -168,9 +169,18 @@ def add_profile(
     group = parser.add_argument_group(f"options of {profile.title}")
     for name, alias in flags.items():
         add_alias(parser, group, name, alias, settings())
+    for name, value in command.defaults.items():
+        _show_default(parser, f"--{name.replace('_', '-')}", value)
     for name, alias in own.items():
         add_alias(parser, group, name, alias, {setting.name: setting for setting in settings_of(schema)})
     return True
+
+
+def _show_default(parser: argparse.ArgumentParser, flag: str, value: Any) -> None:
+    """Replace the default in the help of a flag."""
+    if action := parser._option_string_actions.get(flag):
+        shown = "the server's" if value is None else value
+        action.help = re.sub(r"default: [^)]*\)\Z", f"default: {shown})", action.help or "")
 
 
 def _typed(args: argparse.Namespace, table: Mapping[str, Alias]) -> dict[str, str]:
@@ -205,7 +215,7 @@ def add_alias(
             parser._option_string_actions[short] = existing
         return
     names = [*alias.short.split(), f"--{dashed}", *([f"--{name}"] if dashed != name else [])]
-    about = f"ignored: {alias.why}" if alias.why else "see docs/dialects"
+    about = f"ignored: {alias.why}" if alias.why else alias.about or "see docs/dialects"
     about = (f"same as {known[alias.to].flag}" if alias.to else about).replace("%", "%%")
     given: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": PROFILE_PREFIX + name, "help": about}
     if alias.several:

@@ -120,6 +120,8 @@ TOPICS: Mapping[str, Topic] = {
 """Topics by name. Each option is in exactly one of them."""
 PROFILE_TOPIC = "compat"
 """Topic of the flags of another system (``--compat``)."""
+OWN_OPTIONS = "options of this command"
+"""Title of the options that only one command has, which its short help shows."""
 NUM_SHORT = 20
 """Number of options of a command for which the help is not shortened."""
 
@@ -197,7 +199,8 @@ def _section(parser: Parser, title: str, options: Sequence[argparse.Action]) -> 
 def _short(parser: Parser, options: Sequence[argparse.Action]) -> str:
     """Usage, the command's own arguments, common options with the first words of their help, and topics."""
     parser.shorten_usage()
-    own = [action for group in parser._action_groups[:2] for action in group._group_actions]
+    own_groups = [group for group in parser._action_groups[2:] if group.title == OWN_OPTIONS]
+    own = [action for group in (*parser._action_groups[:2], *own_groups) for action in group._group_actions]
     rows = [(_invocation(action), _first_words(action)) for action in (*own, *_named(options, COMMON))]
     topics = {name: len(_named(options, topic.names)) for name, topic in TOPICS.items()}
     about = [(name, f"{TOPICS[name].about} ({count})") for name, count in topics.items() if count]
@@ -224,7 +227,7 @@ def _invocation(action: argparse.Action) -> str:
     if not action.option_strings:
         return str(action.metavar or action.dest)
     long = [name for name in action.option_strings if name.startswith("--") and "_" not in name]
-    flag = (long or action.option_strings)[-1]
+    flag = (long or action.option_strings)[0 if isinstance(action, argparse.BooleanOptionalAction) else -1]
     metavar = action.metavar if isinstance(action.metavar, str) else ""
     if action.choices or metavar.startswith("{"):
         metavar = flag.rpartition("-")[2].upper()

@@ -9,7 +9,7 @@ from ..parser import add_kinds
 
 KINDS = {
     "latency": ("offline", "measure the latency of one batch of random prompts (engine without server)"),
-    "throughput": ("offline", "measure the throughput for a queue of random prompts (engine without server)"),
+    "throughput": ("offline", "measure the throughput for a queue of prompts (engine without server)"),
     "serve": ("serve", "load-test any OpenAI-compatible server and measure latencies and throughput of its clients"),
     "startup": ("startup", "measure the time from starting a server to its first token"),
 }

@@ -65,6 +65,8 @@ class Alias:
     """The flag takes several values, which are passed to ``read`` joined by commas."""
     secret: bool = False
     """Errors must not quote the value."""
+    about: str = ""
+    """Description for the help; empty: the name of the option, or the reason."""
     without_effect: Mapping[str, str] = field(default_factory=dict)
     """Values without effect, in lower case, with the reason for the log."""
 
@@ -101,7 +103,7 @@ def only_value(value: str, why: str, short: str = "") -> Alias:
             raise ValueError(f"{why}; only {value} is possible")
         return {}
 
-    return Alias(read=read, short=short)
+    return Alias(read=read, short=short, about=f"only {value}: {why}")
 
 
 def _number(text: str) -> float | None:
@@ -131,7 +133,8 @@ def refused(
             raise ValueError(why)
         return {}
 
-    return Alias(read=read, switch=switch, short=short, several=several, secret=secret)
+    about = f"not supported: {why}"
+    return Alias(read=read, switch=switch, short=short, several=several, secret=secret, about=about)
 
 
 def one_of(table: Mapping[str, Any]) -> Callable[[str], Any]:

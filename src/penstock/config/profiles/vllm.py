@@ -25,7 +25,7 @@ from . import (
     one_of,
     only_value,
     refused,
-    vllm_bench,
+    vllm_commands,
 )
 from .vllm_untranslated import COLLECTIVES, IGNORED, NOT_OFFLOADED, REFUSED, SECURITY
 from .vllm_variables import LEVELS, PREFIXES, RESTRICTING, VARIABLES
@@ -317,7 +317,7 @@ PROFILE = Profile(
     variables=VARIABLES,
     prefixes=PREFIXES,
     together=together,
-    commands=vllm_bench.VLLM_COMMANDS,
+    commands=vllm_commands.VLLM_COMMANDS,
 )
 
 DEFAULT_PROFILE = Profile(
@@ -326,7 +326,7 @@ DEFAULT_PROFILE = Profile(
     flags=FLAGS,
     variables={**dict.fromkeys(SECURITY_VARIABLES, ignored("it is read with --compat vllm only")), **RESTRICTING},
     together=together,
-    commands=vllm_bench.COMMANDS,
+    commands=vllm_commands.COMMANDS,
 )
 """Profile of the command line without ``--compat``: from the environment, it reads only variables that protect the
 server."""

@@ -1,4 +1,4 @@
-"""Profile of vLLM's commands ``bench`` and ``run-batch``: flags of the main branch of September 2026.
+"""Profile of vLLM's command ``bench serve``: flags of the main branch of September 2026.
 
 Flags with the same name and meaning in Penstock are not listed.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
-from . import COMBINED, Alias, Command, Settings, all_ignored, ignored, json_object, named, on, only_value, refused
+from . import Alias, Settings, all_ignored, ignored, json_object, named, on, only_value, refused
 
 DATASETS = {
     **{name: name for name in ("random", "sharegpt", "custom", "sonnet", "burstgpt", "prefix_repetition", "trace")},
@@ -68,29 +68,29 @@ def _ratio(text: str) -> Mapping[str, Any]:
     return {"range_ratio": ratios.pop()}
 
 
-def _together(given: Mapping[str, str]) -> Settings:
+def together(given: Mapping[str, str]) -> Settings:
     """Settings that depend on several flags: address, dataset, sampling parameters and file of the results."""
     if given.keys() & {"--host", "--port"} and "--base_url" not in given:
         host = given.get("--host", "127.0.0.1")
         address = f"[{host}]" if ":" in host else host
         yield "base_url", f"http://{address}:{given.get('--port', 8000)}", "--host"
-    yield from _dataset_settings(given, {})
+    yield from dataset_settings(given, {})
     yield from _body(given)
     yield from _file(given)
 
 
-def _vllm_together(given: Mapping[str, str]) -> Settings:
+def vllm_together(given: Mapping[str, str]) -> Settings:
     """The same with vLLM's defaults, which depend on the dataset."""
     dataset = given.get("--dataset_name", "random")
     if dataset in ("random", "timed_trace"):
         yield "ignore_eos", True, "--dataset-name"
     if dataset in ("custom", "sonnet") and "--skip_chat_template" not in given:
         yield "chat_template", True, "--dataset-name"
-    yield from _together(given)
-    yield from _dataset_settings(given, DEFAULT_LENGTHS)
+    yield from together(given)
+    yield from dataset_settings(given, DEFAULT_LENGTHS)
 
 
-def _dataset_settings(given: Mapping[str, str], defaults: Mapping[str, str]) -> Settings:
+def dataset_settings(given: Mapping[str, str], defaults: Mapping[str, str]) -> Settings:
     dataset = given.get("--dataset_name", "random")
     if given.get("--num_prompts") == "-1" and dataset in ("random", "prefix_repetition"):
         raise invalid("--num-prompts", f"-1 is all rows of a file, but {dataset} has no file: set a number")
@@ -154,24 +154,47 @@ def _is_number(text: str) -> bool:
     return True
 
 
+ABOUT = {
+    "host": "host of the server (default: 127.0.0.1)",
+    "port": "port of the server (default: 8000)",
+    "logprobs": "number of log probabilities per token in responses",
+    "extra_body": "additional fields of all requests, as JSON",
+    "result_dir": "folder of the file of --save-result, created if it is missing (default: the current folder)",
+    "result_filename": "name of the file of --save-result (default: LABEL-RATEqps-MODEL-DATE.json)",
+    "timed_trace_chunk_hash_size": "same as --trace-block-size (tokens, default: 16)",
+    "timed_trace_sec_multiplier": "same as --trace-time-unit (seconds, default: 1)",
+    **{name: f"{name} of all requests (default: the server's)" for name in SAMPLING},
+}
+"""Descriptions of flags that are evaluated together with others."""
+
+
+def _off(option: str) -> Alias:
+    """Switch that turns an option off."""
+    about = f"same as --no-{option.replace('_', '-')}"
+    return Alias(read=lambda text: {option: not on(text)}, switch=True, about=about)
+
+
 FLAGS: Mapping[str, Alias] = {
-    **named(f"host port logprobs extra_body result_dir result_filename {' '.join(SAMPLING)}", COMBINED),
-    **named(" ".join(name for names in LENGTHS.values() for name in names if name), COMBINED),
-    **named("timed_trace_chunk_hash_size timed_trace_sec_multiplier", COMBINED),
+    **{name: Alias(read=lambda text: {}, about=about) for name, about in ABOUT.items()},
+    **{
+        name: Alias(read=lambda text: {}, about=f"same as --{option} with --dataset-name {dataset} (tokens)")
+        for dataset, names in LENGTHS.items()
+        for option, name in zip(("input-len", "output-len", "prefix-len"), names, strict=True)
+        if name
+    },
     "base_url": Alias("base_url"),
     "backend": Alias("backend", _backend),
     "endpoint_type": Alias("backend", _backend),
     "dataset_name": Alias("dataset_name", _dataset),
-    "num_prompts": Alias(read=_count),
-    "random_range_ratio": Alias(read=_ratio),
+    "num_prompts": Alias(read=_count, about="number of requests; -1: all rows of the file"),
+    "random_range_ratio": Alias(read=_ratio, about="same as --range-ratio"),
     "prefix_repetition_num_prefixes": Alias("num_prefixes"),
-    "disable_shuffle": Alias(read=lambda text: {"shuffle": not on(text)}, switch=True),
-    "no_oversample": Alias(read=lambda text: {"oversample": not on(text)}, switch=True),
-    "skip_chat_template": Alias(read=lambda text: {"chat_template": not on(text)}, switch=True),
-    "disable_tqdm": Alias(read=lambda text: {"progress": not on(text)}, switch=True),
-    "save_result": Alias(read=lambda text: {}, switch=True),
+    "disable_shuffle": _off("shuffle"),
+    "skip_chat_template": _off("chat_template"),
+    "disable_tqdm": _off("progress"),
+    "save_result": Alias(read=lambda text: {}, switch=True, about="write the results as JSON to a file"),
     "append_result": Alias("append_result", on, switch=True),
-    "self_timed": Alias(read=lambda text: {}, switch=True),
+    "self_timed": Alias(read=lambda text: {}, switch=True, about="keep the times of timed_trace (default)"),
     "label": Alias("label"),
     "request_rate": Alias("request_rate"),
     "max_concurrency": Alias("max_concurrency"),
@@ -211,81 +234,3 @@ FLAGS: Mapping[str, Alias] = {
     ),
     **named("enable_multimodal_chat custom_ensure_client_side_data", refused(TEXT_ONLY, switch=True)),
 }
-
-NO_OFFLINE_PROFILER = "use --otlp-endpoint of penstock serve for traces, or a profiler of Python such as py-spy"
-DETOKENIZE = Alias(read=lambda text: {"detokenize": not on(text)}, switch=True)
-LATENCY_FLAGS: Mapping[str, Alias] = {
-    "disable_detokenize": DETOKENIZE,
-    "profile": refused(NO_OFFLINE_PROFILER, switch=True),
-}
-THROUGHPUT_FLAGS: Mapping[str, Alias] = {
-    **LATENCY_FLAGS,
-    **{
-        name: FLAGS[name]
-        for name in (
-            *("random_input_len", "random_output_len", "random_prefix_len", "random_range_ratio", "random_batch_size"),
-            *("prefix_repetition_prefix_len", "prefix_repetition_suffix_len", "prefix_repetition_num_prefixes"),
-            *("prefix_repetition_output_len", "no_reranker", "hf_subset", "hf_split", "random_mm_bucket_config"),
-            *("random_mm_base_items_per_request", "random_mm_num_mm_items_range_ratio"),
-            *("random_mm_limit_mm_per_prompt", "num_prompts", "dataset_name"),
-        )
-    },
-    "backend": only_value("vllm", "the engine completes prompts, without the chat template and other libraries"),
-    "dataset": Alias("dataset_path"),
-    "dataset_path": Alias("dataset_path"),
-    "hf_max_batch_size": refused("batches of transformers are not measured"),
-    "lora_path": refused("measure adapters with penstock bench serve --lora-modules"),
-    "async_engine": ignored("the engine is measured without a server or API process", switch=True),
-}
-
-
-def _throughput_together(given: Mapping[str, str]) -> Settings:
-    yield from _dataset_settings(given, {})
-
-
-def _vllm_throughput_together(given: Mapping[str, str]) -> Settings:
-    if given.keys() & {"--dataset", "--dataset_path"} and "--dataset_name" not in given:
-        yield "dataset_name", "sharegpt", "--dataset-path"
-    defaults = {} if given.keys() & {"--dataset", "--dataset_path"} else DEFAULT_LENGTHS
-    yield from _dataset_settings(given, defaults)
-
-
-RUN_BATCH = Command(
-    flags={
-        "enable_metrics": refused("run-batch prints tokens per second at the end; servers have /metrics", switch=True),
-        **all_ignored("results are written to --output-file at once", "output_tmp_dir"),
-        **all_ignored("run-batch serves no metrics", "url host port"),
-    }
-)
-COMMANDS = {
-    "bench serve": Command(flags=FLAGS, together=_together),
-    "bench latency": Command(flags=LATENCY_FLAGS),
-    "bench throughput": Command(flags=THROUGHPUT_FLAGS, together=_throughput_together),
-    "bench startup": Command(flags={"num_iters_warm": Alias("num_iters")}),
-    "run-batch": RUN_BATCH,
-}
-VLLM_COMMANDS = {
-    "bench serve": Command(
-        flags=FLAGS,
-        defaults={"num_prompts": 1000, "num_warmups": 0, "metric_percentiles": "99", "temperature": None},
-        together=_vllm_together,
-    ),
-    "bench latency": Command(
-        flags=LATENCY_FLAGS,
-        defaults={
-            **{"input_len": 32, "output_len": 128, "batch_size": 8, "num_iters_warmup": 10, "num_iters": 30},
-            "detokenize": True,
-        },
-    ),
-    "bench throughput": Command(
-        flags=THROUGHPUT_FLAGS,
-        defaults={"num_prompts": 1000, "detokenize": True},
-        together=_vllm_throughput_together,
-    ),
-    "bench startup": Command(
-        flags={"num_iters_warm": Alias("num_iters")},
-        defaults={"num_iters_cold": 3, "num_iters_warmup": 1, "num_iters": 3},
-    ),
-    "run-batch": RUN_BATCH,
-}
-"""With vLLM's defaults, for ``--compat vllm`` and the command ``vllm``."""
