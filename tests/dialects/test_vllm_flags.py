@@ -240,7 +240,7 @@ def test_help_lists_vllm_flags_separately(capsys: pytest.CaptureFixture[str]) ->
         main(["serve", "--help=all"])
     own, _, of_vllm = capsys.readouterr().out.partition("options of vLLM")
     assert "--dtype {auto,bfloat16,float16,float32}" in own and "Data type of the computation" in own
-    assert "--dtype" not in of_vllm and "--trust-remote-code" in of_vllm
+    assert "\n  --dtype " not in of_vllm and "--trust-remote-code" in of_vllm
 
 
 # --- Server -----------------------------------------------------------------------------------------------------------
