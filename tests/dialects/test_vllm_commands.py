@@ -15,6 +15,7 @@ import pytest
 import vllm_commands as published
 from serving import Served
 
+from penstock import demo
 from penstock.cli.bench.offline import add_arguments
 from penstock.cli.bench.offline_options import LatencyOptions, ThroughputOptions
 from penstock.cli.bench.serve_options import ServeOptions
@@ -47,6 +48,26 @@ def options(*arguments: str, compat: str = "vllm") -> ServeOptions:
 
 
 @pytest.mark.parametrize("compat", ["", "vllm"])
+@pytest.mark.row(
+    "vllm",
+    "--header",
+    "--insecure",
+    "--endpoint-type",
+    "--lora-assignment",
+    "--no-oversample",
+    "--disable-shuffle",
+    "--burstiness",
+    "--num-warmups",
+    "--ready-check-timeout-sec",
+    "--min-p",
+    "--…-penalty",
+    "--metric-percentiles",
+    "--profile",
+    "--plot-timeline",
+    "--plot-dataset-stats",
+    "--use-beam-search",
+    "--probe-request-rate",
+)
 def test_every_bench_serve_flag_is_accepted_or_refused_by_name(compat: str) -> None:
     for flag, value in published.ACCEPTED.items():
         options(f"--{flag}", value, compat=compat)
@@ -97,6 +118,25 @@ def test_every_bench_serve_flag_is_accepted_or_refused_by_name(compat: str) -> N
         (["--save-result", "--max-concurrency", "8"], "json", "openai-infqps-concurrency8-{model}-{date}.json"),
     ],
 )
+@pytest.mark.row(
+    "vllm",
+    "--base-url",
+    "--endpoint",
+    "--backend",
+    "--input-len",
+    "--output-len",
+    "--num-prompts",
+    "--ignore-eos",
+    "--request-rate",
+    "--temperature",
+    "--top-p",
+    "--top-k",
+    "--logprobs",
+    "--extra-body",
+    "--append-result",
+    "--result-dir",
+    "--label",
+)
 def test_bench_serve_flag_sets_option(arguments: list[str], field: str, value: Any) -> None:
     assert getattr(options(*arguments), field) == value
 
@@ -117,9 +157,19 @@ def test_without_profile_bench_serve_keeps_penstocks_defaults() -> None:
         (["--dataset-name", "hf"], "datasets are not downloaded from a hub: write its prompts to a JSONL file"),
     ],
 )
+@pytest.mark.row("vllm", "--dataset-name hf")
 def test_contradictory_bench_serve_flags_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(PenstockError, match=re.escape(message)):
         options(*arguments)
+
+
+@pytest.mark.row("vllm", "spec_bench", "speed_bench", "random-mm", "custom_image", "custom_audio", "random-rerank")
+@pytest.mark.parametrize(
+    "dataset", ["spec_bench", "speed_bench", "random-mm", "custom_image", "custom_audio", "random-rerank"]
+)
+def test_dataset_without_local_text_is_refused_by_name(dataset: str) -> None:
+    with pytest.raises(PenstockError, match=f"^--dataset-name: '{dataset}' is wrong: "):
+        options("--dataset-name", dataset)
 
 
 # --- Flags of vllm bench throughput and latency -----------------------------------------------------------------------
@@ -183,6 +233,7 @@ def test_overview_lists_commands_of_vllm(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("command", ["launch render m", "bench sweep serve", "bench mm-processor --model m"])
+@pytest.mark.row("vllm", "vllm launch render", "vllm bench sweep", "vllm bench mm-processor")
 def test_unsupported_command_is_refused_by_name(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert vllm.run(command.split()) == 2
     name = " ".join(command.split()[: 1 if command.startswith("launch") else 2])
@@ -190,6 +241,7 @@ def test_unsupported_command_is_refused_by_name(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
+@pytest.mark.row("vllm", "vllm collect-env")
 def test_collect_env_shows_versions_and_masks_secrets(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +282,17 @@ def run(command: Path, *arguments: str, folder: Path | None = None, stdin: str =
 
 
 @pytest.mark.slow
+@pytest.mark.row(
+    "vllm",
+    "vllm bench serve",
+    "--dataset-name random",
+    "--save-result",
+    "--save-detailed",
+    "--metadata",
+    "--goodput",
+    "--percentile-metrics",
+    "--max-concurrency",
+)
 def test_save_result_writes_vllms_keys_and_right_counts(command: Path, served: Served, tmp_path: Path) -> None:
     arguments = "--num-prompts 6 --random-input-len 50 --random-output-len 9 --max-concurrency 3 --request-rate 50"
     files = "--save-result --save-detailed --metadata tp=1 --goodput ttft:60000 --percentile-metrics ttft,tpot,itl,e2el"
@@ -262,6 +325,7 @@ def usage(served: Served) -> tuple[int, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.row("vllm", "--dataset-name sharegpt", "custom", "sonnet", "--dataset-path FILE", "--result-filename")
 def test_datasets_of_files_are_sent(command: Path, served: Served, tmp_path: Path) -> None:
     (tmp_path / "custom.jsonl").write_text(json.dumps({"prompt": QUESTION}) + "\n")
     (tmp_path / "sharegpt.json").write_text(json.dumps([CONVERSATION, {"id": 1}]))
@@ -290,6 +354,42 @@ def test_datasets_of_files_are_sent(command: Path, served: Served, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.row("vllm", "burstgpt", "timed_trace", "--dataset-name prefix_repetition", "--ramp-up-…")
+def test_datasets_of_lengths_are_sent(command: Path, served: Served, tmp_path: Path) -> None:
+    (tmp_path / "burst.csv").write_text("Model,Request tokens,Response tokens\nChatGPT,9,9\nGPT-4,12,3\n")
+    row = {"timestamp": 0.1, "input_length": 20, "output_length": 4, "hash_ids": [1, 2]}
+    (tmp_path / "trace.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row | {'timestamp': 0.3})}\n")
+    prefixes = "--prefix-repetition-prefix-len 8 --prefix-repetition-suffix-len 4 --prefix-repetition-output-len 2"
+    for arguments, lengths in (
+        ("--dataset-name burstgpt --dataset-path burst.csv --ignore-eos", (12, 3)),
+        ("--dataset-name timed_trace --dataset-path trace.jsonl", (20, 4)),
+        (f"--dataset-name prefix_repetition --ignore-eos {prefixes}", (12, 2)),
+        (
+            "--random-input-len 7 --random-output-len 2 --ramp-up-strategy linear --ramp-up-start-rps 20 "
+            "--ramp-up-end-rps 40",
+            (7, 2),
+        ),
+    ):
+        files = "--num-prompts 2 --save-result --save-detailed --result-filename out"
+        run(command, *f"bench serve --base-url {served.root} {arguments} {files}".split(), folder=tmp_path)
+        result = json.loads((tmp_path / "out").read_text())
+        assert (result["input_lens"], result["output_lens"]) == ([lengths[0]] * 2, [lengths[1]] * 2), arguments
+
+
+@pytest.mark.slow
+@pytest.mark.row("vllm", "vllm run-batch -i FILE -o FILE --model MODEL")
+def test_run_batch_answers_requests_with_vllms_flags(command: Path, tmp_path: Path) -> None:
+    body = {"model": "qwen", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "in").write_text(json.dumps(line) + "\n")
+    flags = f"--model {demo.CHAT} --served-model-name qwen --max-model-len 1k -tp 1 --num-gpu-blocks-override 100"
+    run(command, *f"run-batch -i in -o out {flags}".split(), folder=tmp_path)
+    (answer,) = map(json.loads, (tmp_path / "out").read_text().splitlines())
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == ANSWER.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.row("vllm", "vllm chat", "vllm complete", "-q TEXT")
 def test_chat_and_complete_use_server(command: Path, served: Served) -> None:
     server = ["--url", served.url]
     assert run(command, "chat", *server, "-q", QUESTION) == ANSWER
@@ -311,6 +411,7 @@ def test_run_batch_refuses_metrics_by_name(capsys: pytest.CaptureFixture[str], t
 
 
 @pytest.mark.slow
+@pytest.mark.row("vllm", "vllm bench throughput", "vllm bench latency")
 def test_offline_benchmarks_write_vllms_keys(command: Path, tmp_path: Path) -> None:
     (tmp_path / "sharegpt.json").write_text(json.dumps([CONVERSATION]))
     blocks = "--num-gpu-blocks-override 300"
@@ -328,6 +429,7 @@ def test_offline_benchmarks_write_vllms_keys(command: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.row("vllm", "vllm bench startup")
 def test_startup_benchmark_measures_cold_and_warm_starts(command: Path, tmp_path: Path) -> None:
     starts = "--num-iters-cold 1 --num-iters-warmup 0 --num-iters-warm 1"
     engine = "--num-gpu-blocks-override 200 --max-model-len 1k --trust-remote-code"
