@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from serving import Served
 from test_chat import Person
+from wcwidth import wcswidth
 
 from penstock import demo
 
@@ -82,7 +83,10 @@ def test_client_commands_keep_chinese_text_in_ascii_locale(served: Served, folde
 
 @pytest.mark.slow
 def test_file_commands_and_errors_keep_chinese_text_in_ascii_locale(folder: Path) -> None:
-    assert "缓存" in run(folder, "list", "--download-dir", "缓存")
+    shutil.copytree(folder / "缓存" / "models--组织--模型", folder / "缓存" / "models--a--b")
+    titles, *models = run(folder, "list", "--download-dir", "缓存").splitlines()
+    positions = {wcswidth(line.partition(str(folder))[0]) for line in models}
+    assert len(models) == 2 and positions == {titles.index("FOLDER")}, "Chinese characters take two columns"
     assert "转换" in run(folder, "convert", "./模型", "--output-dir", "转换")
     assert "模型" in run(folder, "plan", "memory", "./模型")
     assert "./模型" in run(folder, "config", "--model", "./模型")

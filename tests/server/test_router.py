@@ -585,21 +585,21 @@ def test_pd_command_starts_and_shows_deployment(tmp_path: Path, monkeypatch: pyt
     )
     try:
         assert started.stdout
-        printed = [started.stdout.readline() for _ in range(6)]
-        assert [line.split()[0] for line in printed[2:5]] == ["router", "prefill-0", "decode-0"]
-        assert f"requests: http://127.0.0.1:{port}/v1" in printed[5]
+        printed = [started.stdout.readline() for _ in range(5)]
+        assert [line.split()[0] for line in printed[1:4]] == ["router", "prefill-0", "decode-0"]
+        assert f"requests: http://127.0.0.1:{port}/v1" in printed[4]
         request = {"prompt": PROMPT, "max_tokens": 3}
         assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=request).status_code == 200
 
         def transferred() -> bool:
             result = run_in_process(main, "pd", "status", "--once")
-            header, _, *rows = result.stdout.splitlines()
-            assert header.split()[:3] == ["role", "address", "state"] and len(rows) == 2
+            header, *rows = result.stdout.splitlines()
+            assert header.split()[:3] == ["ROLE", "ADDRESS", "STATE"] and len(rows) == 2
             return any(row.startswith("decode") and " 1  " in row for row in rows)
 
         until(transferred)
         assert run_in_process(main, "pd", "status", "--url", "http://127.0.0.1:9", "--once").returncode == 2
-        pids = [int(line.split()[1]) for line in printed[2:5]]
+        pids = [int(line.split()[1]) for line in printed[1:4]]
         (listed,) = json.loads(run_in_process(main, "ps", "--json").stdout)
         assert (listed["pid"], listed["role"], listed["state"]) == (started.pid, "pd", "ready")
         assert listed["url"] == f"http://127.0.0.1:{port}" and [*listed["models"].values()] == ["ready"]

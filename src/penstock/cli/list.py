@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .flags import add_options, configure
 from .screen import print_json
+from .table import table
+
+if TYPE_CHECKING:
+    from penstock.frontend.downloads.stored_models import StoredModel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +32,11 @@ def run(args: argparse.Namespace) -> int:
     if not models:
         print("no downloaded models; penstock download NAME gets one, and the built-in model needs no download")
         return 0
-    width = max(len("NAME"), *(len(one.name) for one in models))
-    print(f"{'NAME':<{width}}  {'SIZE':>9}  {'MODIFIED':<16}  FOLDER")
-    for one in models:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.modified))
-        state = "" if one.complete else "  (incomplete: penstock download resumes it)"
-        print(f"{one.name:<{width}}  {one.size / 1e9:>6.2f} GB  {when}  {one.folder}{state}")
+    print(*table(("NAME", "SIZE", "MODIFIED", "FOLDER"), [_row(one) for one in models], right=("SIZE",)), sep="\n")
     return 0
+
+
+def _row(model: StoredModel) -> tuple[str, ...]:
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(model.modified))
+    state = "" if model.complete else "  (incomplete: penstock download resumes it)"
+    return model.name, f"{model.size / 1e9:.2f} GB", when, f"{model.folder}{state}"

@@ -10,6 +10,7 @@ from penstock.serve.process.server_record import ServerRecord
 from .processes import age, parents, resident_bytes, tree
 from .running_servers import listed_servers
 from .screen import print_json
+from .table import table
 
 COLUMNS = ("MODEL", "ADDRESS", "PID", "STATE", "UPTIME", "DEVICE", "MEMORY")
 
@@ -27,10 +28,7 @@ def run(args: argparse.Namespace) -> int:
     if not servers:
         print("no running servers; penstock serve starts one")
         return 0
-    rows = [COLUMNS, *(_row(server) for server in servers)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(*table(COLUMNS, [_row(server) for server in servers]), sep="\n")
     return 0
 
 

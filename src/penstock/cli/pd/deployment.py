@@ -30,7 +30,8 @@ from penstock.serve.process.server_record import RecordFile
 
 from ..flags import configure
 from ..served_models import served_models
-from .status import instances, table
+from ..table import table
+from .status import instances
 
 POLL_INTERVAL = 0.2
 """Seconds between two checks of the processes."""
@@ -166,7 +167,7 @@ def _run(
         return 1
     record.update(state="ready", models=dict.fromkeys(record.record.models, "ready"))
     rows = [[one.name, str(one.process.pid), ",".join(map(str, sorted(one.cores)))] for one in processes]
-    print(table(("process", "pid", "cores"), rows))
+    print(*table(("PROCESS", "PID", "CORES"), rows), sep="\n")
     print(f"requests: http://{router}/v1    instances: penstock pd status --url http://{router}", flush=True)
     while (ended := _ended(processes)) is None:
         time.sleep(POLL_INTERVAL)

@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import httpx2
 
 from penstock.core import Code, PenstockError
 
+from ..screen import has_escapes
+from ..table import table
+
 INTERVAL = 1.0
 """Seconds between two updates."""
 CLEAR = "\x1b[H\x1b[2J"
 """Escape sequence that clears the terminal."""
 COLUMNS = (
-    "role",
-    "address",
-    "state",
-    "running",
-    "waiting",
-    "KV cache",
-    "prompt tokens",
-    "transfers",
-    "failed",
-    "received",
+    "ROLE",
+    "ADDRESS",
+    "STATE",
+    "RUNNING",
+    "WAITING",
+    "KV CACHE",
+    "PROMPT TOKENS",
+    "TRANSFERS",
+    "FAILED",
+    "RECEIVED",
 )
 
 
 def show(url: str, api_key: str, once: bool) -> int:
-    """Print the table repeatedly until Ctrl-C; only once with ``once``, or if the output is not a terminal.
+    """Print the table repeatedly until Ctrl-C; only once with ``once``, or if the output is not a terminal with escape
+    sequences.
 
     Raises ``PenstockError`` if there is no router.
     """
     base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     while True:
-        text = table(COLUMNS, [_row(instance) for instance in instances(base, api_key)])
-        if once or not sys.stdout.isatty():
+        text = "\n".join(table(COLUMNS, [_row(instance) for instance in instances(base, api_key)]))
+        if once or not has_escapes():
             print(text)
             return 0
         print(f"{CLEAR}{base}  {time.strftime('%H:%M:%S')}\n\n{text}", flush=True)
@@ -69,10 +71,3 @@ def _row(instance: dict[str, Any]) -> list[str]:
         str(instance["kv_failed"]),
         f"{instance['kv_bytes_received'] / 1e6:.1f} MB",
     ]
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as aligned columns with a header."""
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)]
-    return "\n".join(line.rstrip() for line in [lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

@@ -6,6 +6,8 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
+from ..table import columns_of, cut, table
+
 SPAN = 120.0
 """Length in seconds of the window for latency quantiles."""
 
@@ -32,6 +34,8 @@ COLUMNS = (
     ("BLOCKS", "blocks"),
 )
 """Columns of the table of sequences: title, and field of a sequence in a snapshot."""
+LEFT = frozenset(("REQUEST", "STATE"))
+"""Columns that are aligned left."""
 EXPENDABLE = ("CACHED", "BLOCKS", "COMPUTED", "SECONDS", "PROMPT", "STATE")
 """Columns that are dropped in narrow terminals, in this order."""
 SEPARATOR = "   "
@@ -80,7 +84,7 @@ def render(history: History, url: str, width: int, height: int | None, glyphs: G
     """Render the view as lines.
 
     Args:
-        width: maximum characters of a line.
+        width: maximum columns of a line.
         height: maximum number of lines; None: no limit.
     """
     now = time.strftime("%H:%M:%S", time.localtime(history.last["time"]))
@@ -94,7 +98,7 @@ def render(history: History, url: str, width: int, height: int | None, glyphs: G
         lines += ["", "no model is loaded yet"]
     if height is not None and len(lines) > height - 1:
         lines = [*lines[: height - 2], f"and {len(lines) - height + 2} more lines"]
-    return [line[:width] for line in lines]
+    return [cut(line, width) for line in lines]
 
 
 def _engine(history: History, model: Answer, engine: Answer, name: str, width: int, glyphs: Glyphs) -> list[str]:
@@ -143,7 +147,7 @@ def _wrapped(parts: list[str], width: int) -> list[str]:
     """Join parts into as few lines as the width allows."""
     lines: list[str] = []
     for part in parts:
-        if lines and len(lines[-1]) + len(SEPARATOR) + len(part) <= width:
+        if lines and columns_of(lines[-1] + SEPARATOR + part) <= width:
             lines[-1] += SEPARATOR + part
         else:
             lines.append(part)
@@ -158,12 +162,7 @@ def _table(snapshot: Answer, width: int) -> list[str]:
     for title in EXPENDABLE:
         if sum(max(map(len, cells)) + 2 for cells in columns.values()) - 2 > width:
             del columns[title]
-    aligned = []
-    for title, cells in columns.items():
-        widest = max(map(len, cells))
-        left = title in ("REQUEST", "STATE")
-        aligned.append([cell.ljust(widest) if left else cell.rjust(widest) for cell in cells])
-    lines = ["  ".join(row) for row in zip(*aligned, strict=True)]
+    lines = table(list(columns), list(zip(*columns.values(), strict=True))[1:], right=columns.keys() - LEFT)
     return [*lines, *([f"and {snapshot['hidden']:,} more"] if snapshot["hidden"] else [])]
 
 
