@@ -8,9 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 
@@ -251,29 +249,3 @@ def test_closed_standard_streams_end_without_traceback(command: str, redirection
     environment = os.environ | {"TMPDIR": str(tmp_path)}  # chat would use a running server
     result = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert result.returncode == 0 and "Traceback" not in result.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [["serve", "--port", "0"], ["generate", "Hi"]])
-def test_interrupt_during_the_start_ends_without_traceback(command: list[str]) -> None:
-    """Python itself prints a traceback before the entry point is called. The script reports that it was called."""
-    script = """
-import sys
-shown = []
-def report(event, args):
-    if event == "import" and args[0] == "penstock.cli.main" and not shown:
-        shown.append(print(flush=True))
-sys.addaudithook(report)
-from penstock.cli.entry import main
-sys.exit(main())
-"""
-    for number in range(16):
-        with subprocess.Popen(
-            [sys.executable, "-c", script, *command], stdout=PIPE, stderr=PIPE, text=True, start_new_session=True
-        ) as process:
-            assert process.stdout and process.stderr
-            process.stdout.readline()
-            time.sleep(0.1 * number)  # the moment matters, not an event
-            os.killpg(process.pid, signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
-        assert "Traceback" not in errors

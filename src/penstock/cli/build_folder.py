@@ -13,6 +13,8 @@ from penstock.config.progress import Progress, log_or_print
 from penstock.config.settings import settings
 from penstock.config.sources import convert_setting
 
+from .interrupts import ending_at_ctrl_c
+
 logger = logging.getLogger(__name__)
 
 
@@ -29,7 +31,8 @@ def engine_options(values: Mapping[str, Any], source: str) -> EngineOptions:
 
 def build(options: EngineOptions, output: Path, **arguments: Any) -> EngineConfig:
     """Run ``engine_folder.build_engine`` and show its progress."""
-    from penstock.engine.engine_folder import build_engine
+    with ending_at_ctrl_c():
+        from penstock.engine.engine_folder import build_engine
 
     with Progress("packed", 0, "B", log_or_print(logger)) as bar:
         return build_engine(options, output, progress=bar.set, **arguments)

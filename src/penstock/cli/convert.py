@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .byte_size import byte_size
 from .flags import add_model, add_options, configure
+from .interrupts import ending_at_ctrl_c
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -39,9 +40,10 @@ def run(args: argparse.Namespace) -> int:
     from .serve import download_model
 
     folder = Path(download_model(configure(args, "convert").configuration).engine.model)
-    import torch
+    with ending_at_ctrl_c():
+        import torch
 
-    from penstock.models.convert import convert
+        from penstock.models.convert import convert
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
     with Progress("written", 0, "B", print_line("convert")) as bar:

@@ -13,6 +13,7 @@ from penstock.config.sources import read
 from penstock.core import PenstockError
 from penstock.version import __version__
 
+from .interrupts import ending_at_ctrl_c
 from .machine_report import machine_report
 from .screen import print_json
 
@@ -38,9 +39,10 @@ def run(args: argparse.Namespace) -> int:
 
 def inspect_machine() -> dict[str, Any]:
     """Properties of the machine by name, as text or lists of text."""
-    import torch
+    with ending_at_ctrl_c():
+        import torch
 
-    from penstock.ops import backend
+        from penstock.ops import backend
     from penstock.ops.cores import describe_nodes, describe_placement, usable_cores
     from penstock.planning.host_memory import free_host_bytes
     from penstock.serve.web.files import describe_libraries

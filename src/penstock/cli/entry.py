@@ -1,14 +1,11 @@
 """Entry point of ``penstock``: Ctrl-C ends it without a traceback while modules are imported."""
 
-import signal
+from .interrupts import ending_at_ctrl_c
 
 
 def main() -> int:
     """Run a command; returns the exit status."""
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from .main import main as run
+    with ending_at_ctrl_c():
+        from .main import main as run
 
-    signal.signal(signal.SIGINT, handler)
     return run()

@@ -11,6 +11,7 @@ from penstock.calibration.options import METHODS, QuantizeOptions
 from penstock.core.quantization import Format
 
 from .flags import add_fields, read_fields
+from .interrupts import ending_at_ctrl_c
 
 DYNAMIC_KV_CACHE = (
     "the KV cache needs no calibration: each vector has a separate scale, computed when it is stored. The report "
@@ -62,7 +63,8 @@ def write_quantized(model: str | Path, output: Path, options: QuantizeOptions, t
         output, options, threads: as for ``calibration.quantize.quantize``, which also documents the errors.
     """
     options.check()
-    from penstock.calibration.quantize import quantize
+    with ending_at_ctrl_c():
+        from penstock.calibration.quantize import quantize
     from penstock.calibration.report import PAGE, summary
     from penstock.frontend.hub import resolve
 
