@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SLOWEST_FIRST = (
-    "cuda_compile installed portable storm exactness ranks guided ops server several_models idle_models attacks router "
-    "cuda_engine cuda_matrix nodes images prefill_decode kv_offloading downloads latent_attention experts web "
+    "cuda_compile installed portable interrupts storm exactness ranks guided ops server several_models idle_models "
+    "attacks router cuda_engine cuda_matrix nodes images prefill_decode kv_offloading downloads latent_attention "
+    "experts web "
     "stored_responses speculative_heads hub speech server_schema vision_families gguf async_llm "
     "prefill_decode_failures data_parallel lora seed_triton weights cuda_attention quantize bladellm batches cli "
     "together reading engine_folder llm encoders speculation run_batch tracing tools quantized_checkpoints "

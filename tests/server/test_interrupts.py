@@ -126,15 +126,35 @@ def test_ctrl_c_at_any_moment_on_terminal_ends_without_traceback(
             assert "Traceback" not in shown and "Exception" not in shown, f"after {moment:.2f} s: {shown}"
 
 
+def test_interrupt_in_a_destructor_ends_the_command() -> None:
+    script = """
+import signal, time
+from penstock.cli.interrupts import repeat_ignored_interrupts
+
+class Interrupted:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+repeat_ignored_interrupts()
+try:
+    Interrupted()
+    time.sleep(50)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("interrupted\n", "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("redirection", ["<&- >&-", "2>&-"])
 def test_commands_with_closed_standard_streams_end_without_traceback(
     redirection: str, values: dict[str, str], tmp_path: Path
 ) -> None:
-    for command in COMMANDS:
+    for number, command in enumerate(COMMANDS):
         if command.startswith(("serve", "pd ", "download")):  # they do not end
             continue
-        words = given(command, values) + ["--once"] * command.startswith("top")
+        words = given(command, values | {"OUT": f"{values['OUT']}-{number}"}) + ["--once"] * command.startswith("top")
         line = f"exec {shlex.join([sys.executable, '-m', 'penstock.cli.main', *words])} {redirection}"
         result = subprocess.run(line, shell=True, stdin=DEVNULL, capture_output=True, text=True, cwd=tmp_path)
         assert result.returncode in (0, 1) and "Traceback" not in result.stderr, f"{command}: {result.stderr}"
