@@ -23,8 +23,8 @@ MIN_LEN, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048
 vLLM."""
 CHUNK = 64
 """Number of conversations that are tokenized at a time."""
-TASK = "Pick as many lines as you can from these poem lines:\n"
-"""Instruction of sonnet prompts, as in vLLM."""
+TASK = "Continue this poem with some of the following lines:\n"
+"""Instruction at the start of sonnet prompts."""
 
 T = TypeVar("T")
 
