@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..flags import add_fields, add_model, add_options, options_of, read_fields
+from ..interrupts import ending_at_ctrl_c
 from ..screen import print_json
 from .dataset_options import DatasetOptions
 from .offline_options import LatencyOptions, ThroughputOptions
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     options = read_fields(args, LatencyOptions) if args.kind == "latency" else read_fields(args, ThroughputOptions)
     options.check()
-    from penstock.frontend.llm import LLM
+    with ending_at_ctrl_c():
+        from penstock.frontend.llm import LLM
 
     engine_options = options_of(args) | {"enable_prefix_caching": False}
     llm = LLM(engine_options.pop("model"), **engine_options)
