@@ -254,7 +254,7 @@ class GrammarCompiler:
             except PenstockError as error:
                 self._vocabulary_failure = error.failure
             else:
-                logger.debug("guided decoding has read the vocabulary in %.2f seconds", time.monotonic() - started)
+                logger.info("guided decoding has read the vocabulary in %.2f seconds", time.monotonic() - started)
 
 
 def _compile_in_process(
