@@ -70,10 +70,16 @@ def test_keep_alive_is_a_duration_of_go_or_seconds(given: str | float, seconds: 
     assert seconds_of(given) == seconds
 
 
-@pytest.mark.parametrize("given", ["", "soon", "5 m", "5d", "m", "5m!", "--1"])
+@pytest.mark.parametrize("given", ["", "soon", "5 m", "5d", "m", "5m!", "--1", "1" * 41])
 def test_malformed_keep_alive_is_refused(given: str) -> None:
     with pytest.raises(PenstockError, match=r"keep_alive: .* is not a duration"):
         seconds_of(given)
+
+
+def test_long_keep_alive_is_refused_without_backtracking() -> None:
+    """A pattern that splits the digits in every possible way does not end."""
+    with pytest.raises(PenstockError, match=r"keep_alive: '1{40}' is not a duration"):
+        seconds_of("1" * 1_000_000 + "x")
 
 
 def test_idle_timeout_is_refused_for_instances_and_routers() -> None:

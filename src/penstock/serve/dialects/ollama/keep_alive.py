@@ -8,9 +8,11 @@ from penstock.core.errors import invalid
 
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 """Seconds by unit of Go's durations."""
-NUMBER = r"(?:\d+\.?\d*|\.\d+)"
+NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 PART = re.compile(rf"({NUMBER})({'|'.join(UNITS)})")
 DURATION = re.compile(rf"([+-]?)((?:{PART.pattern})+|{NUMBER})")
+MAX_LENGTH = 40
+"""Maximum length of a duration in characters."""
 MAX_SECONDS = 1e8
 """Longer times mean that the model stays loaded (about three years)."""
 
@@ -21,8 +23,10 @@ def seconds_of(keep_alive: str | float) -> float | None:
     Raises ``PenstockError`` (``invalid``) for other strings.
     """
     if isinstance(keep_alive, str):
-        if not (match := DURATION.fullmatch(keep_alive.strip())):
-            message = f"{keep_alive[:40]!r} is not a duration: use a number of seconds, or units, such as 5m or 1h30m"
+        match = DURATION.fullmatch(keep_alive.strip()) if len(keep_alive) <= MAX_LENGTH else None
+        if not match:
+            given = repr(keep_alive[:MAX_LENGTH])
+            message = f"{given} is not a duration: use a number of seconds, or units, such as 5m or 1h30m"
             raise invalid("keep_alive", message)
         sign, text = match[1], match[2]
         parts = PART.findall(text)
