@@ -19,6 +19,7 @@ from penstock import demo
 from penstock.cli.bench.offline import add_arguments
 from penstock.cli.bench.offline_options import LatencyOptions, ThroughputOptions
 from penstock.cli.bench.serve_options import ServeOptions
+from penstock.cli.bench.workload import read_trace
 from penstock.cli.compat import vllm
 from penstock.cli.flags import add_fields, add_profile, configure, read_fields
 from penstock.cli.main import main
@@ -172,6 +173,26 @@ def test_dataset_without_local_text_is_refused_by_name(dataset: str) -> None:
         options("--dataset-name", dataset)
 
 
+@pytest.mark.parametrize(
+    ("dataset", "text"),
+    [
+        ("burstgpt", "Model,Request tokens,Response tokens\nGPT-4\n"),
+        ("burstgpt", "Model,Request tokens,Response tokens\n" + "4" * 200_000),
+    ],
+)
+def test_malformed_csv_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str], dataset: str, text: str) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    given = ["--dataset-name", dataset, "--dataset-path", str(tmp_path / "rows.csv")]
+    assert main(["bench", "serve", "--base-url", "http://127.0.0.1:9", *given]) == 2
+    assert "rows.csv is not CSV" in capfd.readouterr().err
+
+
+def test_malformed_trace_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600\n")
+    with pytest.raises(PenstockError, match=r"trace\.csv is neither"):
+        read_trace(tmp_path / "trace.csv", 1)
+
+
 # --- Flags of vllm bench throughput and latency -----------------------------------------------------------------------
 
 
@@ -246,6 +267,8 @@ def test_collect_env_shows_versions_and_masks_secrets(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer hidden_one")
+    monkeypatch.setenv("HTTPS_PROXY", "someone:hidden_two@proxy:3128")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert vllm.run(["collect-env"]) in (0, 1)
     output = capsys.readouterr().out
@@ -253,7 +276,8 @@ def test_collect_env_shows_versions_and_masks_secrets(
         assert re.search(rf"^{name} ", output, re.MULTILINE), name
     assert re.search(r"^packages +msgspec \d", output, re.MULTILINE)
     assert re.search(r"^environment +OMP_NUM_THREADS=2$", output, re.MULTILINE)
-    assert "hf_secret" not in output
+    assert re.search(r"^environment +HTTPS_PROXY=\*\*\*@proxy:3128$", output, re.MULTILINE)
+    assert not re.search("hf_secret|hidden_one|hidden_two", output)
 
 
 # --- With a server ----------------------------------------------------------------------------------------------------

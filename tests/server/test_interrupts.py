@@ -78,7 +78,7 @@ def given(command: str, values: dict[str, str]) -> list[str]:
     return [values.get(word, word) for word in command.split()]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", COMMANDS)
 def test_interrupt_at_any_moment_ends_without_traceback(command: str, values: dict[str, str]) -> None:
     def interrupt(moment: float) -> tuple[int, str]:
@@ -104,7 +104,7 @@ def test_interrupt_at_any_moment_ends_without_traceback(command: str, values: di
             assert status in (0, 130, -signal.SIGINT, 1), f"after {moment:.2f} s: {status} {errors}"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", ["chat MODEL", "top --url URL --interval 0.1", "generate Hi"])
 def test_ctrl_c_at_any_moment_on_terminal_ends_without_traceback(
     command: str, values: dict[str, str], tmp_path: Path

@@ -19,7 +19,9 @@ import pytest
 from serving import CommandResult, Served, processes, run_in_process
 
 from penstock.cli.main import main
+from penstock.cli.processes import ProcessHandle
 from penstock.cli.ps import duration
+from penstock.cli.running_servers import only_url
 from penstock.serve.process.server_record import RecordFile, ServerRecord, running_servers
 
 BLOCKS = ("--num-gpu-blocks-override", "100")
@@ -62,8 +64,9 @@ def test_commands_without_running_server(folder: Path) -> None:
     assert penstock("stop") == (1, "", "no server is running\n")
     assert penstock("stop", "--all").returncode == 0
     refused = penstock("stop", "qwen")
-    assert refused.returncode == 2 and "qwen is not a running server; no server is running" in refused.stderr
-    assert "http://127.0.0.1:8000 does not respond" in penstock("top", "--once").stderr
+    assert refused.returncode == 2 and "process id qwen: no server is running" in refused.stderr
+    asked = penstock("top", "--once")  # another program may listen at this port
+    assert "http://127.0.0.1:8000" in asked.stderr + asked.stdout
     assert "url: is required with --model-name" in penstock("chat", "--model-name", "some").stderr
 
 
@@ -84,6 +87,20 @@ def test_records_of_ended_processes_are_removed(folder: Path) -> None:
     (left,) = folder.iterdir()
     assert (left / "server.json").exists()
     assert listed() == [] and not left.exists()
+
+
+def test_control_characters_of_a_name_do_not_break_the_table() -> None:
+    with RecordFile(models={"a\tb\x1b[2J": "ready"}), RecordFile(models={"other": "ready"}):
+        rows = penstock("ps").stdout.splitlines()
+    assert (
+        "a b [2J" in "".join(rows) and len({row.index(" MEMORY" if row is rows[0] else " - ") for row in rows[1:]}) == 1
+    )
+
+
+@pytest.mark.parametrize("fields", [{"state": "starting"}, {"state": "ready", "role": "decode"}])
+def test_chat_does_not_use_a_server_that_does_not_answer_clients(fields: dict[str, str]) -> None:
+    with RecordFile(url="http://127.0.0.1:9", **fields):
+        assert only_url() == "http://127.0.0.1:9" and only_url(answering=True) == ""
 
 
 def test_record_of_reused_process_id_lists_no_server() -> None:
@@ -115,9 +132,17 @@ def test_stop_refuses_ambiguous_and_unknown_arguments() -> None:
             assert f"{server} (process {os.getpid()})" in several.stderr
         assert "m means several servers" in penstock("stop", "m").stderr
         unknown = penstock("stop", "d").stderr
-        assert "d is not a running server; running are: " in unknown and "a/m at http://127.0.0.1:8123" in unknown
+        assert "process id d: running are: " in unknown and "a/m at http://127.0.0.1:8123" in unknown
         assert "--all: cannot be combined with m" in penstock("stop", "m", "--all").stderr
         assert "--timeout: must be at least 0 seconds, is -1" in penstock("stop", "c", "--timeout", "-1").stderr
+
+
+def test_wait_for_a_process_accepts_infinity() -> None:
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process, ProcessHandle(process.pid) as handle:
+        assert process.stdin
+        process.stdin.close()
+        assert handle.wait(float("inf"))
 
 
 def test_stop_does_not_signal_a_later_process_with_the_same_id(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-from penstock.config.secrets import is_secret, mask
+from penstock.config.secrets import MASK, is_secret, mask
 
 from .build_info import commit
 
@@ -70,9 +70,18 @@ def _packages() -> list[str]:
     return result
 
 
+def _shown(name: str, value: str) -> str:
+    """Value of an environment variable without secrets."""
+    if is_secret(name) or name.upper().endswith("_HEADERS"):  # OTEL_EXPORTER_OTLP_HEADERS has authorization headers
+        return MASK if value else ""
+    if name.upper().endswith("_PROXY") and "://" not in value:  # USER:PASSWORD@HOST:PORT
+        return MASK + value[value.rindex("@") :] if "@" in value else value
+    return mask(value)
+
+
 def _environment() -> list[str]:
     return [
-        f"{name}={'***' if is_secret(name) else mask(value)}"
+        f"{name}={_shown(name, value)}"
         for name, value in sorted(os.environ.items())
         if name.upper().startswith(PREFIXES) or name.upper() in NAMES
     ]

@@ -15,6 +15,8 @@ from typing import Self
 
 PROC = Path("/proc")
 BOOT_CLOCK = time.CLOCK_BOOTTIME
+LONGEST_WAIT = 1e6
+"""Maximum seconds of a wait: select refuses much longer ones, and infinity."""
 
 
 def parents() -> dict[int, int]:
@@ -78,7 +80,7 @@ class ProcessHandle:
 
     def wait(self, seconds: float) -> bool:
         """Wait for the end of the process; returns False if it still runs after ``seconds``."""
-        return bool(select.select([self._descriptor], [], [], max(0.0, seconds))[0])
+        return bool(select.select([self._descriptor], [], [], min(max(0.0, seconds), LONGEST_WAIT))[0])
 
     def __enter__(self) -> Self:
         return self

@@ -16,10 +16,19 @@ def listed_servers() -> list[ServerRecord]:
     return [server for server in servers if not pids & ancestors(server.pid, known_parents)]
 
 
-def only_url() -> str:
-    """URL of the only running server; empty without a server, or with several servers."""
-    urls = [server.url for server in listed_servers() if server.url]
-    return urls[0] if len(urls) == 1 else ""
+def only_url(answering: bool = False) -> str:
+    """URL of the only running server; empty without a server, or with several servers.
+
+    Args:
+        answering: empty also if the server does not answer requests of clients: it starts, stops, or is an instance of
+            prefill or decode.
+    """
+    servers = [server for server in listed_servers() if server.url]
+    if len(servers) != 1:
+        return ""
+    (server,) = servers
+    answers = server.state in ("ready", "sleeping") and server.role not in ("prefill", "decode")
+    return server.url if answers or not answering else ""
 
 
 def default_url() -> str:

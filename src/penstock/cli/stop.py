@@ -64,7 +64,7 @@ def _select(servers: list[ServerRecord], name: str | None) -> ServerRecord:
         meant = "several servers are running" if name is None else f"{name} means several servers"
         raise invalid("MODEL|PORT|PID", f"{meant}: give the process id of one, or --all: {listing}")
     running = f"running are: {listing}" if servers else "no server is running"
-    raise invalid("MODEL|PORT|PID", f"{name} is not a running server; {running}")
+    raise invalid("MODEL|PORT|PID", f"no server has the model, port, URL or process id {name}: {running}")
 
 
 def _names(server: ServerRecord) -> set[str]:

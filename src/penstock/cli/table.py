@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from wcwidth import wcswidth
+from wcwidth import wcswidth, wcwidth
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
@@ -13,18 +13,24 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Collectio
     Args:
         right: titles of the columns that are aligned right.
     """
-    columns = zip(titles, *rows, strict=True)
+    columns = zip(titles, *(map(printable, row) for row in rows), strict=True)
     aligned = [_aligned(cells, title in right) for title, cells in zip(titles, columns, strict=True)]
     return ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
 
 
+def printable(text: str) -> str:
+    """The text with a space instead of each control character, whose width is unknown."""
+    return "".join(" " if wcwidth(character) < 0 else character for character in text)
+
+
 def columns_of(text: str) -> int:
-    """Number of columns that a text takes in the terminal: Chinese characters take two."""
-    return max(wcswidth(text), 0)
+    """Number of columns that a text without control characters takes in the terminal: Chinese characters take two."""
+    return wcswidth(text)
 
 
 def cut(text: str, columns: int) -> str:
     """The beginning of a text that fits into ``columns`` columns of the terminal."""
+    text = printable(text)
     while columns_of(text) > columns:
         text = text[:-1]
     return text

@@ -44,13 +44,13 @@ class DatasetOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_prompts: Annotated[int, option(ge=1)] = 100
     """Number of requests; with a trace, the maximum number, from its beginning."""
     input_len: Annotated[int, option("tokens", ge=0)] = 0
-    """Length of prompts without the shared prefix of random and prefix_repetition, or with that of sonnet; 0: 128, of
-    sonnet 550, of prefix_repetition 256."""
+    """Length of prompts without the shared prefix of random and prefix_repetition, or with that of sonnet; 0: 128
+    (sonnet: 550, prefix_repetition: 256)."""
     output_len: Annotated[int, option("tokens", ge=0)] = 0
-    """Number of tokens to generate; 0: 64, of prefix_repetition 128, of sonnet 150, of other files the length in the
-    file, or 256."""
+    """Number of tokens to generate; 0: 64 (prefix_repetition: 128, sonnet: 150, other files: the length in
+    the file, or 256)."""
     prefix_len: Annotated[int, option("tokens", ge=-1)] = -1
-    """Length of a prefix that prompts share; -1: 0, of sonnet 200, of prefix_repetition 256."""
+    """Length of a prefix that prompts share; -1: 0 (sonnet: 200, prefix_repetition: 256)."""
     num_prefixes: Annotated[int, option(ge=1)] = 10
     """Number of different prefixes of prefix_repetition."""
     max_input_len: Annotated[int, option("tokens", ge=0)] = 0

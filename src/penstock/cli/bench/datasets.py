@@ -63,7 +63,7 @@ def read_rows(options: DatasetOptions) -> list[Any]:
         rows = reader(path)
     except OSError as error:
         raise invalid("dataset_path", f"{path} cannot be read: {error.strerror}") from error
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise invalid("dataset_path", f"{path} is not {form}: {error}") from error
     if not rows:
         raise invalid("dataset_path", f"{path} has no rows: give {form}")

@@ -8,6 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from penstock.config.secrets import public_url
+
 from .serve_options import ServeOptions
 
 DATE = "%Y%m%d-%H%M%S"
@@ -31,12 +33,12 @@ def conditions(options: ServeOptions, model: str, num_prompts: int) -> dict[str,
         "tokenizer_id": options.tokenizer or model,
         "num_prompts": num_prompts,
         **options.fields,
-        "base_url": options.base_url,
+        "base_url": public_url(options.base_url),
         "endpoint": options.api,
         "dataset_name": options.dataset,
         "dataset_path": options.dataset_path or None,
         "request_rate": "inf" if rate == math.inf else rate,
-        "burstiness": options.burstiness,
+        "burstiness": "inf" if math.isinf(options.burstiness) else options.burstiness,
         "max_concurrency": options.max_concurrency or None,
         **(ramp if options.ramp_up_strategy else {}),
         "trace_speedup": options.trace_speedup,

@@ -178,19 +178,24 @@ async def _when_ready(client: Client, options: ServeOptions) -> str:
     from .workload import WARMUPS, Request
 
     test = Request(((WARMUPS - 1, 1),), 1)
-    deadline = time.monotonic() + options.ready_timeout
+    clock = asyncio.get_running_loop().time
+    ends = clock() + options.ready_timeout
     while True:
         try:
-            model = await client.find_model()
-            if not options.ready_timeout:
-                return model
-            (sample,) = await client.send_all([test], 1)
+            async with asyncio.timeout_at(ends if options.ready_timeout else None):
+                model = await client.find_model()
+                if not options.ready_timeout:
+                    return model
+                (sample,) = await client.send_all([test], 1)
             if sample.outcome == "ok":
                 return model
             error = PenstockError(Code.UNAVAILABLE, f"{client.url} is not ready: {sample.reason}")
         except PenstockError as problem:
             error = problem
-        if time.monotonic() > deadline:
+        except TimeoutError:
+            message = f"{client.url} does not answer within {options.ready_timeout:g} seconds (--ready-timeout)"
+            error = PenstockError(Code.UNAVAILABLE, message)
+        if clock() > ends:
             raise error
         await asyncio.sleep(POLL_INTERVAL)
 

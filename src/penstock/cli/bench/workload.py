@@ -138,7 +138,7 @@ def read_trace(
             rows = list(itertools.islice(parsed, count))
     except OSError as error:
         raise invalid("dataset_path", f"{path} cannot be read: {error.strerror}") from error
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise invalid("dataset_path", f"{path} is neither a Mooncake JSONL nor an Azure CSV trace: {error}") from error
     if not rows:
         raise invalid("dataset_path", f"{path} has no rows: give a trace with at least one request")

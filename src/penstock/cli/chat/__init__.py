@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         from .mcp import McpTools
 
         mcp = McpTools(args.mcp_config)
-    if args.url is None and _has_no_engine_options(args) and (url := only_url()):
+    if args.url is None and _has_no_engine_options(args) and (url := only_url(answering=True)):
         args.url = f"{url}/v1"
     terminal = Terminal(_editor())
     backend = _backend(args)

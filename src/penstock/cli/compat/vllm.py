@@ -74,7 +74,7 @@ def _client_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> 
     args = parser.parse_args(arguments)
     given = {"--url": args.url, "--model-name": args.model_name, "--api-key": args.api_key}
     if args.stats:
-        print(f"{parser.prog}: --stats is ignored: vllm chat in a terminal always shows its speed", file=sys.stderr)
+        print(f"{parser.prog}: --stats is ignored: the chat in a terminal always shows its speed", file=sys.stderr)
     return args, [f"{flag}={value}" for flag, value in given.items() if value is not None]
 
 
