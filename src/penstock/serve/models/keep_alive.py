@@ -12,7 +12,7 @@ from penstock.core import PenstockError
 from penstock.engine.service.pool import EnginePool
 
 RETRY_INTERVAL = 10.0
-"""Minimum seconds until an idle model that could not be unloaded is reported again."""
+"""Minimum seconds until a process reports a model again that could not be unloaded, unless it had a request."""
 
 
 class IdleRequests(NamedTuple):
@@ -75,6 +75,14 @@ class KeepAlive:
         self._last_use = time.monotonic()
         self._arm()
 
+    def release(self) -> None:
+        """Send the held requests: the model is loaded, or could not be unloaded as another process has a request."""
+        self._last_use = time.monotonic()
+        self._stop_timer()
+        if self._pool.is_idle:
+            self._arm(RETRY_INTERVAL)
+        self._pool.hold(False)
+
     def change_after_requests(self, seconds: float | None) -> None:
         """Change the keep-alive time of the model once its open requests have ended."""
         self._next, self._has_next = seconds, self._requests is not None
@@ -122,7 +130,7 @@ class KeepAlive:
     def _on_timer(self) -> None:
         self._timer = None
         if self._pool.is_held or not self._pool.is_idle:
-            return  # ``touch`` and ``_on_idle`` start the timer again
+            return  # ``touch``, ``release`` and ``_on_idle`` start the timer again
         if self.is_expired:
             self._spawn(self._unload())
         else:

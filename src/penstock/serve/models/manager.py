@@ -240,8 +240,7 @@ class ModelManager:
         with contextlib.suppress(TimeoutError, PenstockError):
             await gateway.engine_pool.connected(READY_TIMEOUT)
         if self._gateways.get(model.name) is gateway:
-            keep_alive.touch()
-            gateway.engine_pool.hold(False)
+            keep_alive.release()
 
     async def _wake(self, name: str, gateway: Gateway) -> None:
         """Have a model loaded for the requests that wait for it, and fail them if that fails."""
