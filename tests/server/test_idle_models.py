@@ -143,7 +143,7 @@ def test_idle_models_are_unloaded_and_next_request_of_any_dialect_loads_them(idl
 def test_open_requests_keep_an_idle_model_loaded(idle: Served) -> None:
     """The stream runs longer than the timeout, at one API process; the other one is idle."""
     expected = choices(idle, max_tokens=900, ignore_eos=True)[0]["text"]
-    until_unloaded(idle)
+    until(lambda: "unloaded first" in [line for line in idle.lines if "loaded first" in line][-1])
     client, lines = openai.OpenAI(base_url=idle.url, api_key="none"), len(idle.lines)
     body = {"prompt": PROMPT, "max_tokens": 900, "temperature": 0, "extra_body": {"ignore_eos": True}}
     text = "".join(chunk.choices[0].text for chunk in client.completions.create(model="first", stream=True, **body))
@@ -243,6 +243,15 @@ def test_unloaded_model_is_loaded_for_actions_and_paused_model_stays_loaded(serv
     httpx.post(f"{served.root}/wake_up?model=first", timeout=60).raise_for_status()
     assert choices(served) == expected
     until_unloaded(served, 1)
+
+
+@pytest.mark.slow
+def test_unload_request_for_unloaded_model_does_not_apply_to_next_load(served: Served) -> None:
+    for _ in range(2):
+        unload(served)
+        until_unloaded(served, 1)
+    choices(served)
+    assert expirations(served)["first"] > timedelta(days=365 * 100)
 
 
 @pytest.mark.slow

@@ -150,7 +150,6 @@ class SupervisedModels:
                 self._update(name, unloaded=False)
                 return
             await engine.unload()
-            self._update(name, keep_alive=self._keep_alive)
             logger.info("unloaded %s, which was idle; the next request loads it", name)
 
     async def _agree(self, engine: str, wanted: asyncio.Event) -> bool:
@@ -181,7 +180,7 @@ class SupervisedModels:
             logger.error("%s could not be loaded for a request: %s", name, error)
             message = f"the model {name!r} could not be loaded; the server's log has the reason"
             raise PenstockError(Code.UNAVAILABLE, message) from error
-        self._update(name, unloaded=False)
+        self._update(name, unloaded=False, keep_alive=self._keep_alive)
         logger.info("loaded %s for a request", name, extra={"fields": {"seconds": time.monotonic() - started}})
 
     def set_keep_alive(self, name: str, seconds: float | None) -> None:
