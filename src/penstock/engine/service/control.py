@@ -90,19 +90,21 @@ class ModelControl:
 
     @property
     def is_busy(self) -> bool:
-        """True while an action is executed, and while the engines are paused or sleep."""
+        """True while an action is executed (``busy``), and while the engines are paused or sleep."""
         return self._num_executing > 0 or self._pause_action is not None
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Context of an action: ``is_busy`` is True."""
+        self._num_executing += 1
+        try:
+            yield
+        finally:
+            self._num_executing -= 1
 
     async def execute(self, action: ModelAction) -> EngineState:
         """Execute an action, and return the state of the first engine afterwards. Raises ``PenstockError`` if the
         action fails."""
-        self._num_executing += 1
-        try:
-            return await self._execute(action)
-        finally:
-            self._num_executing -= 1
-
-    async def _execute(self, action: ModelAction) -> EngineState:
         if self._is_replacing:
             raise PenstockError(Code.UNAVAILABLE, "the engines are being replaced; try again soon")
         if not self._clients:

@@ -63,6 +63,11 @@ class EngineProcesses:
         """Reports of the running engines, in order of the replica."""
         return [engine.ready for engine in self._engines if engine.ready]
 
+    @property
+    def all_run(self) -> bool:
+        """True if all processes have loaded the model, and none is being restarted."""
+        return len(self.reports) == len(self._engines)
+
     async def start(self) -> messages.Ready:
         """Start the processes and wait until they have loaded the model. Returns the report of the first process.
         Raises ``PenstockError`` if a process cannot start."""

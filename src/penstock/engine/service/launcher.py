@@ -85,6 +85,8 @@ class EngineProcess:
         self._loaded = asyncio.Event()
         """Cleared by ``unload`` until ``load`` has started the next process."""
         self._loaded.set()
+        self._launching = asyncio.Lock()
+        """Held by each change of ``_process`` after ``start``: one process at a time uses ``address``."""
         self.is_lost = False
         """True if the process has died too often, and is not restarted."""
         self._restart_limit = RestartLimit()
@@ -200,10 +202,11 @@ class EngineProcess:
             raise error
 
     async def unload(self) -> None:
-        """End the process, which has no requests, until ``load``."""
+        """End the process, which has no requests, until ``load``; also one that ``watch`` is starting."""
         self._loaded.clear()
-        assert self._process is not None
-        await terminate(self._process, self._drain_timeout + EXIT_TIMEOUT)
+        async with self._launching:
+            assert self._process is not None
+            await terminate(self._process, self._drain_timeout + EXIT_TIMEOUT)
 
     async def load(self) -> messages.Ready:
         """Start the process again after ``unload``. Raises ``PenstockError`` if it cannot start; it is then still
@@ -211,7 +214,8 @@ class EngineProcess:
         if self.closing or not self.restarts:
             raise PenstockError(Code.UNAVAILABLE, "the server is stopping")
         self._suspects = []
-        ready = await self._launch()
+        async with self._launching:
+            ready = await self._launch()
         self._loaded.set()
         return ready
 
@@ -272,8 +276,13 @@ class EngineProcess:
                 None: no fallback, since the weights of all replicas must be equal.
 
         Returns the error if the process was started with the weights of ``fallback``. Raises ``PenstockError`` if it
-        cannot start.
+        cannot start. Does nothing after ``unload``.
         """
+        async with self._launching:
+            return await self._launch_or_fall_back(fallback) if self._loaded.is_set() else None
+
+    async def _launch_or_fall_back(self, fallback: str | None) -> PenstockError | None:
+        """``_relaunch``, while ``_launching`` is held."""
         try:
             await self._launch()
             return None

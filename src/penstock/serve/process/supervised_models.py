@@ -140,13 +140,13 @@ class SupervisedModels:
             engine, control, model = self._running.get(name), self._controls.get(name), self._models[name]
             if control is None or not isinstance(engine, EngineProcesses) or self._closing or model.unloaded:
                 return
-            if control.is_busy or len(engine.reports) < len(engine.addresses) or not may_unload(model):
+            if control.is_busy or not engine.all_run or not may_unload(model):
                 return
             wanted = self._wanted[name]
             wanted.clear()
             self._api_processes.forget_drained(model.engine)
             self._update(name, unloaded=True)
-            if not await self._agree(model.engine, wanted):
+            if not await self._agree(model.engine, wanted) or not engine.all_run:
                 self._update(name, unloaded=False)
                 return
             await engine.unload()
@@ -155,12 +155,13 @@ class SupervisedModels:
     async def _agree(self, engine: str, wanted: asyncio.Event) -> bool:
         """Wait until no API process has an open request. Returns False if one wants the model, or does not answer."""
         tasks = [asyncio.create_task(each) for each in (self._api_processes.wait_drained(engine), wanted.wait())]
-        await asyncio.wait(tasks, timeout=AGREE_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
-        agreed = tasks[0].done() and not wanted.is_set()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return agreed
+        try:
+            await asyncio.wait(tasks, timeout=AGREE_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+            return tasks[0].done() and not wanted.is_set()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def wake(self, name: str) -> None:
         """Load a model that was unloaded because it was idle. Raises ``PenstockError`` if it cannot be loaded."""
@@ -196,15 +197,16 @@ class SupervisedModels:
             if name not in self._running:
                 message = f"the model {name!r} is not loaded: load it first"
             raise PenstockError(Code.UNSUPPORTED, message)
-        if self._models[name].unloaded:
-            await self.wake(name)
-        if not starts_engines(operation):
-            await control.execute(operation)
-            return
-        async with self._locks[name], self._starting:
-            if self._controls.get(name) is not control or self._closing:
-                raise PenstockError(Code.UNAVAILABLE, f"the model {name!r} is being unloaded")
-            await control.execute(operation)
+        with control.busy():  # from before the model is loaded on, so that it is not unloaded again in between
+            if self._models[name].unloaded:
+                await self.wake(name)
+            if not starts_engines(operation):
+                await control.execute(operation)
+                return
+            async with self._locks[name], self._starting:
+                if self._controls.get(name) is not control or self._closing:
+                    raise PenstockError(Code.UNAVAILABLE, f"the model {name!r} is being unloaded")
+                await control.execute(operation)
 
     def stop_restarting(self) -> None:
         """Load no more models and restart no engines: the server is about to stop."""
