@@ -219,7 +219,7 @@ def test_unload_request_waits_for_running_stream(served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_failed_load_fails_its_requests_and_next_request_loads_again(served: Served, movable: Path) -> None:
+def test_failed_load_fails_its_requests_and_health_until_a_load_succeeds(served: Served, movable: Path) -> None:
     expected = choices(served, "small")
     unload(served, "small")
     until_unloaded(served, 1)
@@ -227,9 +227,12 @@ def test_failed_load_fails_its_requests_and_next_request_loads_again(served: Ser
     answer = complete(served, "small")
     assert answer.status_code == 503 and "the model 'small' could not be loaded" in answer.text
     served.find(f"small could not be loaded for a request: .*{movable}")
-    assert httpx.get(f"{served.root}/ready").status_code == 200
+    checks = ("health", "ready", "ping", "v2/health/ready")
+    assert [httpx.get(f"{served.root}/{path}").status_code for path in checks] == [503] * 4
+    assert "the model 'small' could not be loaded" in httpx.get(f"{served.root}/health").text
     away.rename(movable)
     assert choices(served, "small") == expected
+    assert [httpx.get(f"{served.root}/{path}").status_code for path in checks] == [200] * 4
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def add_routes(routes: Routes, served_models: ServedModels, usage: Usage | None)
         return Response()
 
     async def health(_: Request) -> Response:
-        served_models.check_alive()
+        served_models.check_health()
         return Response()
 
     async def ready(_: Request) -> Response:

@@ -44,6 +44,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Remote instances that answer requests for the model, or compute their prompts."""
     unloaded: bool = False
     """True while the engine processes are ended because the model was idle; the next request loads them."""
+    load_failure: Failure | None = None
+    """Reason why the last load of the unloaded model for a request failed; None: it has not failed."""
     keep_alive: float | None = None
     """Seconds without a request after which the model is unloaded; None: never."""
     draining: bool = False

@@ -245,10 +245,18 @@ class ServedModels:
         for service in self:
             service.gateway.engine_pool.check_alive()
 
+    def check_health(self) -> None:
+        """As ``check_alive``; also raise ``PenstockError`` (``unavailable``) if the last load of a model that was
+        unloaded while it was idle has failed."""
+        self.check_alive()
+        for model in self._models:
+            if model.load_failure:
+                raise PenstockError.of(model.load_failure)
+
     def check(self) -> None:
         """Raise ``PenstockError`` (``unavailable``) unless every required model has a ready, unpaused engine, or was
-        unloaded because it was idle."""
-        self.check_alive()
+        unloaded because it was idle and its last load has not failed."""
+        self.check_health()
         for service in self:
             if service.gateway.engine_pool.is_held:
                 continue

@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.config.options import Configuration
 from penstock.config.profiles import load
-from penstock.core import Code, PenstockError
+from penstock.core import Code, Failure, PenstockError
 from penstock.engine.service.control import ModelAction, ModelControl, RestartEngines, starts_engines
 from penstock.engine.service.engine_processes import EngineProcesses
 from penstock.engine.service.instance import Instance
@@ -124,7 +124,8 @@ class SupervisedModels:
                 return
             engine = self._running[name]
             self._api_processes.forget_drained(self._models[name].engine)
-            self._update(name, required=False, draining=True, unloaded=False, reason="it is being unloaded")
+            stopping = {"required": False, "draining": True, "reason": "it is being unloaded"}
+            self._update(name, **stopping, unloaded=False, load_failure=None)
             with contextlib.suppress(TimeoutError):  # an API process may hang
                 async with asyncio.timeout(self._models[name].configuration.engine.drain_timeout + EXIT_TIMEOUT):
                     await self._api_processes.wait_drained(self._models[name].engine)
@@ -180,8 +181,10 @@ class SupervisedModels:
         except PenstockError as error:
             logger.error("%s could not be loaded for a request: %s", name, error)
             message = f"the model {name!r} could not be loaded; the server's log has the reason"
-            raise PenstockError(Code.UNAVAILABLE, message) from error
-        self._update(name, unloaded=False, keep_alive=self._keep_alive)
+            failure = Failure(Code.UNAVAILABLE, message)
+            self._update(name, load_failure=failure)
+            raise PenstockError.of(failure) from error
+        self._update(name, unloaded=False, load_failure=None, keep_alive=self._keep_alive)
         logger.info("loaded %s for a request", name, extra={"fields": {"seconds": time.monotonic() - started}})
 
     def set_keep_alive(self, name: str, seconds: float | None) -> None:

@@ -39,7 +39,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     api = DialectRoutes(routes, served_models, schemas=(AbortRequest,), failure=ErrorResponse)
 
     async def ping(_: Request) -> Response:
-        served_models.check_alive()
+        served_models.check_health()
         return Response()
 
     async def load(_: Request) -> Response:
