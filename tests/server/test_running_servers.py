@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -80,6 +81,28 @@ def test_record_lists_server_until_it_is_closed() -> None:
         assert server["url"] == "http://127.0.0.1:8123" and server["state"] == "draining"
         assert server["uptime"] > 0 and server["memory"] > 10**7
     assert listed() == []
+
+
+def test_refresh_keeps_record_from_removal_as_an_old_file(folder: Path) -> None:
+    with RecordFile(models={"m": "ready"}) as record:
+        paths = [*folder.rglob("*")]
+        assert len(paths) == 3
+        for path in paths:
+            os.utime(path, (0, 0))
+        record.refresh()
+        assert all(path.stat().st_mtime and path.stat().st_atime for path in paths)
+
+
+@pytest.mark.parametrize("removed", ["server.json", ".*", "*"])
+def test_refresh_writes_removed_record_again(folder: Path, removed: str) -> None:
+    with RecordFile(models={"m": "ready"}) as record:
+        for path in folder.glob(f"*/{removed}"):
+            path.unlink()
+        if removed == "*":
+            shutil.rmtree(next(folder.glob("*")))
+        record.refresh()
+        assert listed()[0]["models"] == {"m": "ready"}
+    assert not [*folder.glob("*")]
 
 
 def test_records_of_ended_processes_are_removed(folder: Path) -> None:

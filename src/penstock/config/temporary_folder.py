@@ -44,6 +44,12 @@ class TemporaryFolder:
                     self._lock = lock
                     return
 
+    def touch(self) -> None:
+        """Set the times of the folder and its lock file to now, so that they are not removed as old ones. Raises
+        ``OSError`` if they were removed."""
+        os.utime(self.path / LOCK)
+        os.utime(self.path)
+
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:

@@ -170,6 +170,7 @@ def _run(
     print(*table(("PROCESS", "PID", "CORES"), rows), sep="\n")
     print(f"requests: http://{router}/v1    instances: penstock pd status --url http://{router}", flush=True)
     while (ended := _ended(processes)) is None:
+        record.refresh()
         time.sleep(POLL_INTERVAL)
     print(f"penstock pd: {ended.name} exited with status {ended.process.returncode}", file=sys.stderr)
     return 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +18,8 @@ from penstock.core import PenstockError
 
 KIND, FILE = "server-", "server.json"
 """Kind of the temporary folder of a record, and the file in it."""
+REFRESH_INTERVAL = 3600.0
+"""Minimum seconds between two refreshes of a record."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +56,8 @@ class RecordFile:
 
     def __init__(self, **fields: Any) -> None:
         self.record = ServerRecord(pid=os.getpid(), start_time=process_start_time(os.getpid()), **fields)
-        self._folder: TemporaryFolder | None = None
-        try:
-            self._folder = TemporaryFolder(KIND)
-        except (OSError, PenstockError) as error:
-            logger.debug("penstock ps will not list this server: %s", error)
+        self._folder = _new_folder()
+        self._refreshed = -math.inf
         self._write()
 
     def update(self, **changes: Any) -> None:
@@ -65,6 +66,19 @@ class RecordFile:
         if record != self.record:
             self.record = record
             self._write()
+
+    def refresh(self) -> None:
+        """Keep the record, unless ``REFRESH_INTERVAL`` has not passed: systemd-tmpfiles removes files in ``/tmp`` that
+        were not used for ten days. Writes it again if it was removed."""
+        if not self._folder or time.monotonic() - self._refreshed < REFRESH_INTERVAL:
+            return
+        self._refreshed = time.monotonic()
+        try:
+            self._folder.touch()
+        except OSError:
+            self._folder.close()
+            self._folder = _new_folder()
+        self._write()
 
     def close(self) -> None:
         if self._folder:
@@ -86,6 +100,15 @@ class RecordFile:
             unfinished.replace(self._folder.path / FILE)
         except OSError as error:
             logger.debug("the record for penstock ps cannot be written: %s", error)
+
+
+def _new_folder() -> TemporaryFolder | None:
+    """Folder for a record; None if it cannot be created."""
+    try:
+        return TemporaryFolder(KIND)
+    except (OSError, PenstockError) as error:
+        logger.debug("penstock ps will not list this server: %s", error)
+        return None
 
 
 def running_servers() -> list[ServerRecord]:

@@ -170,6 +170,7 @@ class Supervisor:
         """Update the server's record until cancelled."""
         while True:
             self._update_record()
+            self._record.refresh()
             await asyncio.sleep(RECORD_INTERVAL)
 
     def _update_record(self) -> None:
