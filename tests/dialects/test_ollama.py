@@ -11,9 +11,12 @@ from typing import Any
 import httpx
 import ollama
 import pytest
+from gguf_files import write_gguf
 from image_checkpoints import save_colours
 from PIL import Image
 from serving import Served, Servers
+
+from penstock import demo
 
 QUESTION, ANSWER = "What is the capital of Canada?", "Ottawa"
 GREEDY = {"temperature": 0}
@@ -160,6 +163,16 @@ def test_models_are_listed_and_shown(client: ollama.Client) -> None:
     assert httpx.get(f"{client._client.base_url}/api/version").json() == {"version": "0.12.6"}
     assert client.pull(MODEL).status == "success"
     assert client.generate(MODEL, "").done_reason == "load"
+
+
+@pytest.mark.slow
+def test_gguf_file_is_listed_with_its_size_and_type(tmp_path: Path) -> None:
+    file = tmp_path / "demo.gguf"
+    write_gguf(demo.CHAT, file, lambda name: "Q4_1" if name.startswith("blk") else "Q8_0")
+    with Served("--model", str(file), "--served-model-name", "demo", "--num-gpu-blocks-override", "100") as served:
+        (listed,) = ollama.Client(served.root).list().models
+    assert listed.size == file.stat().st_size and listed.details
+    assert (listed.details.format, listed.details.quantization_level) == ("gguf", "Q4_1")
 
 
 @pytest.mark.row("ollama", "mirostat", "tfs_z", "typical_p")

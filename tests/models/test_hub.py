@@ -260,6 +260,7 @@ def test_local_path_or_empty_name_does_not_use_the_hub(tmp_path: Path, monkeypat
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     assert resolve("") == demo.CHAT
+    assert resolve("penstock-demo") == demo.CHAT
     assert resolve(folder) == resolve(str(folder)) == resolve("~/org/chat") == folder
     assert resolve("org/chat").resolve() == folder
     code = "import sys\nfrom penstock.frontend.hub import resolve\nresolve(''), resolve('org/chat')\n"

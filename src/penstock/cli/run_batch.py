@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from penstock import demo
 from penstock.config.options import Configuration, EngineOptions
 from penstock.config.progress import Progress, print_line
 from penstock.core.errors import invalid
@@ -29,7 +30,6 @@ from penstock.serve.models.served_models import ServedModel, ServedModels
 
 from .flags import add_options, configure
 from .serve import download_model
-from .served_models import DEMO
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +118,7 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ServedMod
         process.addresses, input_processor, options.data_parallel_request_cost, resume=ResumePolicy.of(options)
     )
     watch = asyncio.create_task(process.watch())
-    names = configuration.server.served_model_name or (model or DEMO,)
+    names = configuration.server.served_model_name or (model or demo.NAME,)
     try:
         await gateway.engine_pool.ready()
         served_models = ServedModels(configuration.server, Metrics())

