@@ -1,10 +1,15 @@
-"""Keep-alive times in one API process, with an engine pool that has no engine."""
+"""Keep-alive times in one API process, without an engine process."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
+import pytest
+from scripted_engine import scripted_server
+
+from penstock.config.options import ServerOptions
 from penstock.engine.service.pool import EnginePool
 from penstock.serve.models.keep_alive import IdleRequests, KeepAlive
 
@@ -37,3 +42,28 @@ def test_refused_unload_is_not_repeated_at_once() -> None:
         return reports
 
     assert asyncio.run(run()) == 1
+
+
+@pytest.mark.parametrize(("key", "is_unloaded"), [((), False), (("admin",), False), (("admin",), True)])
+def test_unload_request_has_no_effect_where_clients_may_not_unload(
+    key: tuple[str, ...], is_unloaded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that unloads no models, or only for clients with the admin key. The answer says what is loaded."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+
+    async def run() -> str:
+        async with scripted_server(server_options=ServerOptions(admin_api_key=key)) as server:
+            loads = 0
+
+            async def load() -> None:
+                nonlocal loads
+                loads += 1
+
+            server.served.keep_alive = KeepAlive(server.engines, IdleRequests(nothing, nothing, load) if key else None)
+            server.engines.hold(is_unloaded)
+            body = {"model": "default", "prompt": "", "keep_alive": 0}
+            answer = await server.http.post("/api/generate", json=body)
+            assert loads == 0
+            return str(answer.json()["done_reason"])
+
+    assert asyncio.run(run()) == ("unload" if is_unloaded else "load")

@@ -92,7 +92,7 @@ class ScriptedServer:
         served_models = ServedModels(server_options, Metrics())
         served = ModelEntry(names=("default",), configuration=Configuration(), kserve={"ensemble": "ensemble"})
         served_models.set_models((served,))
-        served_models.add(served, gateway, KeepAlive(gateway.engine_pool))
+        self.served = served_models.add(served, gateway, KeepAlive(gateway.engine_pool))
         self.body_memory = served_models.body_memory
         self._gateway = gateway
         self.thinking = self.hide_reasoning = self.single_tool_call = False

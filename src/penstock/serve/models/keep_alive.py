@@ -38,6 +38,8 @@ class KeepAlive:
     def __init__(self, pool: EnginePool, requests: IdleRequests | None = None) -> None:
         self._pool = pool
         self._requests = requests
+        self.may_change = requests is not None
+        """False if the supervisor does not unload the model: changes of the keep-alive time have no effect."""
         self.seconds: float | None = None
         """Keep-alive time in seconds; None: the model stays loaded."""
         self._next: float | None = None
@@ -85,13 +87,13 @@ class KeepAlive:
 
     def change_after_requests(self, seconds: float | None) -> None:
         """Change the keep-alive time of the model once its open requests have ended."""
-        self._next, self._has_next = seconds, self._requests is not None
+        self._next, self._has_next = seconds, self.may_change
 
     async def change(self, seconds: float | None) -> None:
         """Change the keep-alive time of the model now."""
         self._has_next = False
         self._last_use = time.monotonic()
-        if self._requests and seconds != self.seconds:
+        if self._requests and self.may_change and seconds != self.seconds:
             await self._requests.change(seconds)
 
     async def load(self) -> None:

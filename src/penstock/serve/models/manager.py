@@ -223,6 +223,7 @@ class ModelManager:
         the supervisor whether this process agrees."""
         gateway, keep_alive = self._gateways[model.name], self._keep_alives[model.name]
         pool, agrees = gateway.engine_pool, keep_alive.is_expired
+        keep_alive.may_change = self._unloads and model.may_unload
         keep_alive.set(model.keep_alive)
         if model.unloaded == pool.is_held:
             return

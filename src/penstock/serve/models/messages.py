@@ -63,6 +63,12 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
         return self.engines[0] if self.engines else ""
 
     @property
+    def may_unload(self) -> bool:
+        """True if the model may be unloaded while it is idle: no router or other node depends on its engines."""
+        engine = self.configuration.engine
+        return engine.role == "mixed" and engine.nnodes == 1 and not (engine.engine_address or self.instances)
+
+    @property
     def expected(self) -> bool:
         """True if the model is served or being loaded."""
         return not self.draining and (self.required or bool(self.engine))

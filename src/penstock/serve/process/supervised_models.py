@@ -141,7 +141,7 @@ class SupervisedModels:
             engine, control, model = self._running.get(name), self._controls.get(name), self._models[name]
             if control is None or not isinstance(engine, EngineProcesses) or self._closing or model.unloaded:
                 return
-            if control.is_busy or not engine.all_run or not may_unload(model):
+            if control.is_busy or not engine.all_run or not model.may_unload:
                 return
             wanted = self._wanted[name]
             wanted.clear()
@@ -189,7 +189,7 @@ class SupervisedModels:
 
     def set_keep_alive(self, name: str, seconds: float | None) -> None:
         """Change the keep-alive time of a model until it is unloaded."""
-        if self._models[name].keep_alive != seconds and may_unload(self._models[name]):
+        if self._models[name].keep_alive != seconds and self._models[name].may_unload:
             self._update(name, keep_alive=seconds)
 
     async def operate(self, name: str, operation: ModelAction) -> None:
@@ -318,12 +318,6 @@ class SupervisedModels:
         """Change a model's state and send it to the API processes."""
         self._models[name] = msgspec.structs.replace(self._models[name], **changes)
         self._api_processes.set_models(Models(tuple(self._models.values())))
-
-
-def may_unload(model: ModelEntry) -> bool:
-    """True if the model may be unloaded while it is idle: no router or other node depends on its engines."""
-    engine = model.configuration.engine
-    return engine.role == "mixed" and engine.nnodes == 1 and not (engine.engine_address or model.instances)
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:

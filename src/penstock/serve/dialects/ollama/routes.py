@@ -242,7 +242,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return Reply.of(handler.service, handler, ERROR_FORMAT, request.stream is not False, MEDIA_TYPE)
 
     def keep_alive(service: ServedModel, request: OllamaRequest) -> None:
-        if request.keep_alive is not None and _may_unload(service):
+        if request.keep_alive is not None and _may_change(service):
             service.keep_alive.change_after_requests(seconds_of(request.keep_alive))
 
     def generation(
@@ -309,17 +309,17 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
 async def _loaded(service: ServedModel, request: ChatRequest | GenerateRequest, is_chat: bool) -> Response:
     """Load a model, or unload it with ``keep_alive`` 0. Ollama's clients send such requests without a prompt."""
-    reason = "load"
-    if request.keep_alive is None or not _may_unload(service):
-        await service.keep_alive.load()
-    else:
-        seconds = seconds_of(request.keep_alive)
-        if seconds == 0:
-            reason = "unload"
-        else:
-            await service.keep_alive.load()
-        await service.keep_alive.change(seconds)
-    answer = Answer(model=request.model or "", created_at=now(), done=True, done_reason=reason)
+    keep_alive, given = service.keep_alive, request.keep_alive is not None
+    seconds = seconds_of(request.keep_alive) if request.keep_alive is not None else None
+    unloads = given and seconds == 0
+    if not unloads:
+        await keep_alive.load()
+    if given and _may_change(service):
+        await keep_alive.change(seconds)
+    is_unloaded = unloads and (_may_change(service) or service.gateway.engine_pool.is_held)
+    answer = Answer(
+        model=request.model or "", created_at=now(), done=True, done_reason="unload" if is_unloaded else "load"
+    )
     if is_chat:
         answer.message = AnswerMessage()
     else:
@@ -327,9 +327,9 @@ async def _loaded(service: ServedModel, request: ChatRequest | GenerateRequest, 
     return Json(answer)
 
 
-def _may_unload(service: ServedModel) -> bool:
-    """False if only clients with the admin key may change which models are loaded."""
-    return not service.options.admin_api_key
+def _may_change(service: ServedModel) -> bool:
+    """True if clients may change the keep-alive time: models are unloaded, and that needs no admin key."""
+    return service.keep_alive.may_change and not service.options.admin_api_key
 
 
 def _object(arguments: str) -> Any:
