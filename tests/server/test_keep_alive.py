@@ -19,6 +19,11 @@ def engine_pool() -> EnginePool:
     return EnginePool((), ignore, ignore, lambda name: (), ignore, ignore, dict, ignore, 0)
 
 
+async def several_steps() -> None:
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
 async def nothing(*arguments: object) -> None: ...
 
 
@@ -36,8 +41,7 @@ def test_refused_unload_is_not_repeated_at_once() -> None:
 
         keep_alive = KeepAlive(pool, IdleRequests(refuse, nothing, nothing))
         keep_alive.set(0)
-        for _ in range(200):
-            await asyncio.sleep(0)
+        await several_steps()
         keep_alive.close()
         return reports
 
@@ -67,3 +71,35 @@ def test_unload_request_has_no_effect_where_clients_may_not_unload(
             return str(answer.json()["done_reason"])
 
     assert asyncio.run(run()) == ("unload" if is_unloaded else "load")
+
+
+def test_model_is_not_reported_as_idle_while_it_loads_an_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+
+    async def run() -> None:
+        options = ServerOptions(allow_runtime_lora_updating=True, admin_api_key=("admin",))
+        async with scripted_server(server_options=options) as server:
+            reports = 0
+
+            async def report() -> None:
+                nonlocal reports
+                reports += 1
+
+            async def load_adapter(name: str, path: str) -> None:
+                keep_alive.set(0)
+                await several_steps()
+                assert not reports
+
+            keep_alive = server.served.keep_alive = KeepAlive(server.engines, IdleRequests(report, nothing, nothing))
+            server.engines.load_adapter = load_adapter  # type: ignore[method-assign]
+            body = {"lora_name": "a", "lora_path": str(tmp_path)}
+            headers = {"Authorization": "Bearer admin"}
+            answer = await server.http.post("/v1/load_lora_adapter", json=body, headers=headers)
+            assert answer.status_code == 200
+            await several_steps()
+            assert reports == 1
+            keep_alive.close()
+
+    asyncio.run(run())

@@ -8,8 +8,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -122,6 +122,8 @@ class EnginePool:
         """Called when a request waits because requests are held, and when requests are held while one is open."""
         self.on_idle: Callable[[], None] = lambda: None
         """Called when the last open request has ended."""
+        self._num_uses = 0
+        """Number of operations that count as open requests (``use``)."""
         self._changed = asyncio.Event()
         """Set when an engine connects or the instances change, and by ``stop_serving``."""
         self._closing: set[asyncio.Task[None]] = set()
@@ -170,8 +172,19 @@ class EnginePool:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request of this process is open."""
-        return not self._open
+        """True if no request of this process is open, and none of its operations runs (``use``)."""
+        return not self._open and not self._num_uses
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Context of an operation that counts as an open request: the engines must not be unloaded."""
+        self._num_uses += 1
+        try:
+            yield
+        finally:
+            self._num_uses -= 1
+            if self.is_idle:
+                self.on_idle()
 
     @property
     def is_held(self) -> bool:
@@ -187,7 +200,7 @@ class EnginePool:
         self._is_held, self._lost_at = held, math.inf
         if not held:
             self._continue_waiting()
-        elif self._open or self._last_engine is None:
+        elif not self.is_idle or self._last_engine is None:
             self.on_held()
 
     def fail_held(self, failure: Failure) -> None:
@@ -460,7 +473,7 @@ class EnginePool:
         """
         if (entry := self._open.pop(request_id, None)) is None:
             return
-        if not self._open:
+        if self.is_idle:
             self.on_idle()
         entry.stop_waiting()
         replica = entry.replica
@@ -596,7 +609,7 @@ class EnginePool:
             entry = self._open.pop(name)
             entry.stop_waiting()
             entry.unassign()
-        if names and not self._open:
+        if names and self.is_idle:
             self.on_idle()
         if names:
             self._on_lost(failure, names)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
 from penstock.core import PenstockError
@@ -96,12 +96,15 @@ class KeepAlive:
         if self._requests and self.may_change and seconds != self.seconds:
             await self._requests.change(seconds)
 
-    async def load(self) -> None:
-        """Load the model if it is unloaded. Raises ``PenstockError`` if it cannot be loaded."""
-        if self._requests and self._pool.is_held:
-            await self._requests.load()
-            await self._pool.connected()
-        self.touch()
+    @asynccontextmanager
+    async def loaded(self) -> AsyncIterator[None]:
+        """Context in which the model is loaded, as with an open request. Raises ``PenstockError`` if it cannot be
+        loaded."""
+        with self._pool.use():
+            if self._requests and self._pool.is_held:
+                await self._requests.load()
+                await self._pool.connected()
+            yield
 
     def close(self) -> None:
         self._stop_timer()

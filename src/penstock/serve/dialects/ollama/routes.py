@@ -6,6 +6,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
@@ -312,10 +313,9 @@ async def _loaded(service: ServedModel, request: ChatRequest | GenerateRequest, 
     keep_alive, given = service.keep_alive, request.keep_alive is not None
     seconds = seconds_of(request.keep_alive) if request.keep_alive is not None else None
     unloads = given and seconds == 0
-    if not unloads:
-        await keep_alive.load()
-    if given and _may_change(service):
-        await keep_alive.change(seconds)
+    async with nullcontext() if unloads else keep_alive.loaded():
+        if given and _may_change(service):
+            await keep_alive.change(seconds)
     is_unloaded = unloads and (_may_change(service) or service.gateway.engine_pool.is_held)
     answer = Answer(
         model=request.model or "", created_at=now(), done=True, done_reason="unload" if is_unloaded else "load"

@@ -207,15 +207,15 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
             raise invalid("lora_name", f"{request.lora_name!r} is the name of a model; choose another name")
         if any(request.lora_name in each.gateway.engine_pool.adapters for each in served_models):
             raise invalid("lora_name", f"{request.lora_name!r} is already loaded; unload it first")
-        await service.keep_alive.load()
-        await service.gateway.engine_pool.load_adapter(request.lora_name, request.lora_path)
+        async with service.keep_alive.loaded():
+            await service.gateway.engine_pool.load_adapter(request.lora_name, request.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
 
     async def unload_lora_adapter(raw_request: Request) -> Response:
         request, _ = await api.read(raw_request, UnloadAdapterRequest)
         service = served_models.find(request.lora_name)
-        await service.keep_alive.load()
-        await service.gateway.engine_pool.unload_adapter(request.lora_name)
+        async with service.keep_alive.loaded():
+            await service.gateway.engine_pool.unload_adapter(request.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
 
     async def tokenize(raw_request: Request) -> Response:
