@@ -30,14 +30,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SLOWEST_FIRST = (
-    "cuda_compile installed portable interrupts storm exactness ranks guided ops server several_models idle_models "
-    "attacks router cuda_engine cuda_matrix nodes images prefill_decode kv_offloading downloads latent_attention "
-    "experts web "
-    "stored_responses speculative_heads hub speech server_schema vision_families gguf async_llm "
-    "prefill_decode_failures data_parallel lora seed_triton weights cuda_attention quantize bladellm batches cli "
-    "together reading engine_folder llm encoders speculation run_batch tracing tools quantized_checkpoints "
-    "executors videos site search chat docs paddlenlp storage_limits transformers_models family_features embed "
-    "thoughts scheduler rerank responses seed_vllm chat_prompts cuda_experts pd_hosts kserve ray paddlenlp_server"
+    "cuda_compile installed portable storm exactness ranks tool_calls guided ops server several_models idle_models "
+    "state_families attacks router cuda_engine cuda_matrix nodes transformers_quantized cuda_compressed images "
+    "prefill_decode kv_offloading downloads latent_attention experts web stored_responses transformers_ranks "
+    "transformers_invariance background_responses resumed_answers vllm_commands quantized_states speculative_heads "
+    "hub speech server_schema vision_families gguf async_llm prefill_decode_failures data_parallel lora seed_triton "
+    "weights cuda_attention quantize bladellm batches cli together reading engine_folder llm encoders speculation "
+    "run_batch tracing tools quantized_checkpoints executors videos site search chat docs paddlenlp storage_limits "
+    "transformers_models family_features embed thoughts scheduler rerank responses seed_vllm chat_prompts "
+    "cuda_experts pd_hosts kserve ray paddlenlp_server"
 ).split()
 """Test files that take longest, slowest first. They start first, so that none of them is the last one running."""
 

@@ -131,7 +131,10 @@ def malformed(message: dict[str, Any], finish: str, tools: dict[str, Any], form:
 
 
 @pytest.mark.slow_after(3)
-@pytest.mark.parametrize("markers_are_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    "markers_are_tokens",
+    [pytest.param(True, id="tokens"), pytest.param(False, id="text", marks=pytest.mark.thorough)],
+)
 @pytest.mark.parametrize(
     "form", [form for form in TOOL_CALL_FORMATS if form.constrainable], ids=lambda form: str(form.parsers[0])
 )
