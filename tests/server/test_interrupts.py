@@ -147,7 +147,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("redirection", ["<&- >&-", "2>&-"])
+@pytest.mark.parametrize("redirection", ["<&- >&-", pytest.param("2>&-", marks=pytest.mark.thorough)])
 def test_commands_with_closed_standard_streams_end_without_traceback(
     redirection: str, values: dict[str, str], tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ QUESTION, ANSWER = "加拿大的首都是哪里?", "加拿大的首都是渥太�
 ENGINE = ("--num-gpu-blocks-override", "200")
 
 
-@pytest.fixture(params=["C", "POSIX"])
+@pytest.fixture(params=["C", pytest.param("POSIX", marks=pytest.mark.thorough)])
 def folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Folder with the model ``模型`` and a hub cache ``缓存``; all processes are started in the locale."""
     for name in ("LANG", "LC_CTYPE", "PYTHONUTF8", "PYTHONIOENCODING", "PYTHONCOERCECLOCALE"):
