@@ -7,7 +7,7 @@ from request_path import PAGE, Called, page_with, streamed_chat
 
 pytestmark = pytest.mark.slow
 
-MAX_FILES = 47
+MAX_FILES = 46
 """Maximum number of files per process."""
 
 

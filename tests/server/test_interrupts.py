@@ -74,7 +74,7 @@ def values(servers: Servers, tmp_path: Path) -> Iterator[dict[str, str]]:
         }
 
 
-def given(command: str, values: dict[str, str]) -> list[str]:
+def arguments_of(command: str, values: dict[str, str]) -> list[str]:
     return [values.get(word, word) for word in command.split()]
 
 
@@ -82,7 +82,7 @@ def given(command: str, values: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_interrupt_at_any_moment_ends_without_traceback(command: str, values: dict[str, str]) -> None:
     def interrupt(moment: float) -> tuple[int, str]:
-        words = given(command, values | {"OUT": f"{values['OUT']}-{moment:.2f}"})
+        words = arguments_of(command, values | {"OUT": f"{values['OUT']}-{moment:.2f}"})
         with subprocess.Popen(
             [sys.executable, "-c", ENTRY, *words],
             stdin=PIPE,
@@ -110,7 +110,7 @@ def test_ctrl_c_at_any_moment_on_terminal_ends_without_traceback(
     command: str, values: dict[str, str], tmp_path: Path
 ) -> None:
     for moment in MOMENTS:
-        arguments = [sys.executable, "-c", ENTRY, *given(command, values)]
+        arguments = [sys.executable, "-c", ENTRY, *arguments_of(command, values)]
         with Terminal(*arguments, columns=100, lines=200, folder=tmp_path) as terminal:
             terminal.wait_for(lambda screen: "called" in screen)
             time.sleep(moment)  # the moment matters, not an event
@@ -154,7 +154,9 @@ def test_commands_with_closed_standard_streams_end_without_traceback(
     for number, command in enumerate(COMMANDS):
         if command.startswith(("serve", "pd ", "download")):  # they do not end
             continue
-        words = given(command, values | {"OUT": f"{values['OUT']}-{number}"}) + ["--once"] * command.startswith("top")
+        words = arguments_of(command, values | {"OUT": f"{values['OUT']}-{number}"}) + ["--once"] * command.startswith(
+            "top"
+        )
         line = f"exec {shlex.join([sys.executable, '-m', 'penstock.cli.main', *words])} {redirection}"
         result = subprocess.run(line, shell=True, stdin=DEVNULL, capture_output=True, text=True, cwd=tmp_path)
         assert result.returncode in (0, 1) and "Traceback" not in result.stderr, f"{command}: {result.stderr}"

@@ -57,7 +57,7 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> Iterator[str]:
-    """Prompts of the command line or standard input. Raises ``PenstockError`` (``invalid``) if there is none."""
+    """Prompts of the command line or standard input. Raises ``PenstockError`` (``invalid``) for a missing prompt."""
     if args.interactive:
         if args.prompt is not None:
             raise invalid("prompt", "cannot be combined with --interactive, which reads prompts from standard input")

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Stop the selected servers. Returns 1 if there is none, or one has not ended in time.
+    """Stop the selected servers. Returns 1 if no server runs, or a server does not end in time.
 
     Raises ``PenstockError`` (``invalid``) if the arguments do not select servers.
     """

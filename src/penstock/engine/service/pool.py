@@ -120,8 +120,8 @@ class EnginePool:
         self._is_held = False
         self.on_held: Callable[[], None] = lambda: None
         """Called when a request waits because requests are held, and when requests are held while one is open."""
-        self.on_idle: Callable[[], None] = lambda: None
-        """Called when the last open request has ended."""
+        self.on_idle: Callable[[], None] | None = None
+        """Called when the last open request has ended; None: nothing is called."""
         self._num_uses = 0
         """Number of operations that count as open requests (``use``)."""
         self._changed = asyncio.Event()
@@ -183,8 +183,11 @@ class EnginePool:
             yield
         finally:
             self._num_uses -= 1
-            if self.is_idle:
-                self.on_idle()
+            self._report_idle()
+
+    def _report_idle(self) -> None:
+        if self.on_idle and self.is_idle:
+            self.on_idle()
 
     @property
     def is_held(self) -> bool:
@@ -193,7 +196,7 @@ class EnginePool:
 
     def hold(self, held: bool) -> None:
         """Hold new requests: they wait, without the resume timeout, while the engines are unloaded because they were
-        idle. Until then the last report of the engines counts as that of an available engine. False sends the held
+        idle. Meanwhile the last report of the engines counts as that of an available engine. False sends the held
         requests."""
         if held == self._is_held:
             return
@@ -473,8 +476,7 @@ class EnginePool:
         """
         if (entry := self._open.pop(request_id, None)) is None:
             return
-        if self.is_idle:
-            self.on_idle()
+        self._report_idle()
         entry.stop_waiting()
         replica = entry.replica
         entry.unassign()
@@ -609,9 +611,8 @@ class EnginePool:
             entry = self._open.pop(name)
             entry.stop_waiting()
             entry.unassign()
-        if names and self.is_idle:
-            self.on_idle()
         if names:
+            self._report_idle()
             self._on_lost(failure, names)
 
     # --- Available engines ------------------------------------------------------------------------------------------

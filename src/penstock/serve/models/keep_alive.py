@@ -32,7 +32,7 @@ class KeepAlive:
     The supervisor unloads the model if all API processes agree. Until it is loaded again, the pool holds requests.
 
     Args:
-        requests: requests to the supervisor; None: there is none, and the model is not unloaded.
+        requests: requests to the supervisor; None: this process has no supervisor, and the model stays loaded.
     """
 
     def __init__(self, pool: EnginePool, requests: IdleRequests | None = None) -> None:
@@ -48,8 +48,6 @@ class KeepAlive:
         self._last_use = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        if requests:
-            pool.on_idle = self._on_idle
 
     @property
     def is_expired(self) -> bool:
@@ -68,9 +66,13 @@ class KeepAlive:
 
     def set(self, seconds: float | None) -> None:
         """Set the keep-alive time that the supervisor has announced."""
-        if seconds != self.seconds:
-            self.seconds = seconds
-            self._arm()
+        if seconds == self.seconds:
+            return
+        if self.seconds is None:
+            self._last_use = time.monotonic()  # earlier ends of requests were not observed
+        self.seconds = seconds
+        self._observe()
+        self._arm()
 
     def touch(self) -> None:
         """Count the time from now on."""
@@ -88,10 +90,12 @@ class KeepAlive:
     def change_after_requests(self, seconds: float | None) -> None:
         """Change the keep-alive time of the model once its open requests have ended."""
         self._next, self._has_next = seconds, self.may_change
+        self._observe()
 
     async def change(self, seconds: float | None) -> None:
         """Change the keep-alive time of the model now."""
         self._has_next = False
+        self._observe()
         self._last_use = time.monotonic()
         if self._requests and self.may_change and seconds != self.seconds:
             await self._requests.change(seconds)
@@ -110,6 +114,11 @@ class KeepAlive:
         self._stop_timer()
         for task in self._tasks:
             task.cancel()
+
+    def _observe(self) -> None:
+        """Observe the ends of requests, except while the model stays loaded: then they need no work."""
+        needed = self._requests and (self.seconds is not None or self._has_next)
+        self._pool.on_idle = self._on_idle if needed else None
 
     @property
     def _left(self) -> float | None:
