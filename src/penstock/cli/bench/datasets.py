@@ -14,7 +14,7 @@ import numpy as np
 from penstock.core.errors import invalid
 
 from .dataset_options import DatasetOptions
-from .workload import Request, prefix_requests, random_requests, read_trace
+from .workload import Request, prefix_requests, random_requests, read_trace, refusing_other_formats
 
 DEFAULT_OUTPUT = 256
 """Tokens to generate for a row of a custom dataset without ``output_tokens``."""
@@ -59,12 +59,8 @@ def read_rows(options: DatasetOptions) -> list[Any]:
     if options.dataset not in READERS:
         return []
     path, (reader, form) = Path(options.dataset_path), READERS[options.dataset]
-    try:
+    with refusing_other_formats(path, f"not {form}"):
         rows = reader(path)
-    except OSError as error:
-        raise invalid("dataset_path", f"{path} cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
-        raise invalid("dataset_path", f"{path} is not {form}: {error}") from error
     if not rows:
         raise invalid("dataset_path", f"{path} has no rows: give {form}")
     if options.shuffle and options.dataset != "sonnet":

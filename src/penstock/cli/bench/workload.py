@@ -6,6 +6,7 @@ import csv
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -108,6 +109,18 @@ def _random_lengths(rng: np.random.Generator, length: int, ratio: float, count: 
     return lengths
 
 
+@contextmanager
+def refusing_other_formats(path: Path, about: str) -> Iterator[None]:
+    """Context in which a dataset is read. Raises ``PenstockError`` (``invalid``) if the file cannot be read, or is
+    ``about``."""
+    try:
+        yield
+    except OSError as error:
+        raise invalid("dataset_path", f"{path} cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise invalid("dataset_path", f"{path} is {about}: {error}") from error
+
+
 def read_trace(
     path: Path,
     count: int,
@@ -130,16 +143,12 @@ def read_trace(
 
     Raises ``PenstockError`` if the file cannot be read, or has another format.
     """
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = itertools.chain([first := file.readline()], file)
-            mooncake = first.startswith("{")
-            parsed = _mooncake(lines, block_size, time_unit) if mooncake else _azure(lines)
-            rows = list(itertools.islice(parsed, count))
-    except OSError as error:
-        raise invalid("dataset_path", f"{path} cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
-        raise invalid("dataset_path", f"{path} is neither a Mooncake JSONL nor an Azure CSV trace: {error}") from error
+    about = "neither a Mooncake JSONL nor an Azure CSV trace"
+    with refusing_other_formats(path, about), path.open(encoding="utf-8-sig", newline="") as file:
+        lines = itertools.chain([first := file.readline()], file)
+        mooncake = first.startswith("{")
+        parsed = _mooncake(lines, block_size, time_unit) if mooncake else _azure(lines)
+        rows = list(itertools.islice(parsed, count))
     if not rows:
         raise invalid("dataset_path", f"{path} has no rows: give a trace with at least one request")
     started = rows[0].at
