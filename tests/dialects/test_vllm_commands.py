@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,17 @@ QUESTION = "What is the capital of Canada?"
 ANSWER = "The capital of Canada is Ottawa.\n"
 
 
-def options(*arguments: str, compat: str = "vllm") -> ServeOptions:
-    """Options of ``vllm bench serve``. Raises ``PenstockError`` for refused flags; fails for unknown ones."""
+@cache
+def parser_of(compat: str) -> Parser:
     parser = Parser(prog="penstock bench serve", allow_abbrev=False, exit_on_error=False)
     add_fields(parser, ServeOptions, profiles=True)
     assert add_profile(parser, [], {"PENSTOCK_COMPAT": compat})
+    return parser
+
+
+def options(*arguments: str, compat: str = "vllm") -> ServeOptions:
+    """Options of ``vllm bench serve``. Raises ``PenstockError`` for refused flags; fails for unknown ones."""
+    parser = parser_of(compat)
     args, unknown = parser.parse_known_args(expand_spellings(parser, [*arguments]))
     assert not unknown
     return read_fields(args, ServeOptions)

@@ -66,6 +66,7 @@ def results(outputs: list[RequestOutput]) -> list[Any]:
     return [(one.token_ids, one.finish_reason, one.logprobs) for output in outputs for one in output.outputs]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("options", [{"max_concurrent_batches": 3}, {"speculative_config": SPECULATION}], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.parsers[0]))
 def test_steps_in_flight_and_drafts_do_not_change_calls(

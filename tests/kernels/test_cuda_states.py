@@ -28,8 +28,9 @@ def test_kernel_matches_reference(name: str, seed: int) -> None:
     check_against_reference(cuda, op, op.inputs(seed, rng.randint(1, 8)), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("seed", FEW)
+@pytest.mark.slow_after(len(OPS))
 @pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("seed", FEW)
 def test_bits_do_not_depend_on_steps_drafts_and_snapshots(name: str, seed: int) -> None:
     rng = Random(seed)
     check_division(cuda, OPS[name](rng, DTYPES[seed % 2]), rng, seed, rng.randint(5, 9))

@@ -241,6 +241,7 @@ def test_load_file_without_fields_is_explained(tmp_path: Path) -> None:
     assert result.returncode == 2 and "save the response of GET /expert_load" in result.stderr
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("redirection", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("command", ["config", "doctor", "chat"])
 def test_closed_standard_streams_end_without_traceback(command: str, redirection: str, tmp_path: Path) -> None:
