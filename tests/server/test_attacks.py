@@ -485,10 +485,10 @@ def test_next_server_removes_folders_of_killed_servers(tmp_path: Path) -> None:
         os.kill(killed.pid, signal.SIGKILL)
         killed.ended()
         stale = {*tmp_path.iterdir()} - {unrelated}
-        assert len(stale) == 2
+        assert len(stale) == 3, "the server's record, its metrics and its engine"
     with Served("--num-gpu-blocks-override", "200", environment=environment):
         current = {*tmp_path.iterdir()} - {unrelated}
-        assert len(current) == 2 and not current & stale
+        assert len(current) == 3 and not current & stale
         with TemporaryFolder() as folder:
             assert folder.path.is_dir()
         assert {*tmp_path.iterdir()} - {unrelated} == current

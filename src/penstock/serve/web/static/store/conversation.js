@@ -4,11 +4,11 @@ const newId = () => [...crypto.getRandomValues(new Uint8Array(12))].map((byte) =
 const TITLE_LENGTH = 60;
 
 export class Conversation {
-  /** `record`: {id, title, created, updated, model, leaf}. */
+  /** `record`: {id, title, created, updated, model, leaf}; `messages`: in any order, kept oldest first. */
   constructor(record = null, messages = []) {
     const now = Date.now();
     this.record = record ?? { id: newId(), title: "", created: now, updated: now, model: "", leaf: null };
-    this.messages = new Map(messages.map((message) => [message.id, message]));
+    this.messages = new Map(messages.sort((a, b) => a.created - b.created).map((message) => [message.id, message]));
     this.images = new Map();
     this.running = null;
   }
@@ -23,9 +23,10 @@ export class Conversation {
     return found.reverse();
   }
 
-  /** Add a message after `parent`, and show it. */
+  /** Add a message after `parent`, and show it. Two messages never have the same time, so that it gives their order. */
   add(message, parent = this.record.leaf) {
-    const added = { id: newId(), conversation: this.id, parent, created: Date.now(), content: "", images: [], ...message };
+    const created = Math.max(Date.now(), this.record.updated + 1);
+    const added = { id: newId(), conversation: this.id, parent, created, content: "", images: [], ...message };
     this.messages.set(added.id, added);
     this.record.leaf = added.id;
     this.record.updated = added.created;
@@ -39,7 +40,7 @@ export class Conversation {
   }
 
   children(parent) {
-    return [...this.messages.values()].filter((one) => one.parent === parent).sort((a, b) => a.created - b.created);
+    return [...this.messages.values()].filter((one) => one.parent === parent);
   }
 
   /** Show the branch of a message, to the end of its newest replies. */
