@@ -20,6 +20,7 @@
 #include "kernels.h"
 #include "machine.h"
 #include "pool.h"
+#include "token_history.h"
 
 namespace nb = nanobind;
 
@@ -956,6 +957,19 @@ NB_MODULE(_kernels, m) {
       .def("add", [](Adapters* self, int64_t slot, const Matrix& up, int64_t first,
                      float scale) { self->slots.at(slot).parts.push_back({up, first, scale}); })
       .def("clear", [](Adapters* self, int64_t slot) { self->slots.at(slot) = {}; });
+  nb::class_<TokenHistory>(m, "TokenHistory")
+      .def(nb::init<int64_t>(), nb::arg("capacity"))
+      .def("__len__", &TokenHistory::size)
+      .def_prop_ro("bytes", &TokenHistory::bytes)
+      .def("append", [](TokenHistory* self, const std::vector<int32_t>& tokens) { self->append(tokens.data(), tokens.size()); })
+      .def("find",
+           [](const TokenHistory& self, const TokenHistory& text, int64_t longest) {
+             const TokenHistory::Match match = self.find(text, longest);
+             if (match.next < 0) return nb::object(nb::none());
+             return nb::object(nb::make_tuple(match.next, match.token, match.length, match.occurrences, match.agreeing));
+           })
+      .def("tokens", &TokenHistory::tokens)
+      .def_ro_static("SEPARATOR", &TokenHistory::kSeparator);
   nb::class_<Experts>(m, "Experts")
       .def("__init__", [](Experts* self, int64_t first) { new (self) Experts{{}, first}; })
       .def("add", [](Experts* self, const Matrix& matrix) { self->matrices.push_back(matrix); });

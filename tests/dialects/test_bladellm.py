@@ -279,7 +279,7 @@ def test_each_bladellm_flag_sets_its_option() -> None:
         assert settings_of("--preempt-strategy", name)["preemption_mode"] == to
     assert settings_of("--kv_cache_quant", "no_quant")["kv_cache_dtype"] == "auto"
     assert json.loads(settings_of("--decode_algo", "look_ahead")["speculative_config"]) == {"method": "ngram"}
-    assert settings_of("--decode_algo", "normal")["speculative_config"] == ""
+    assert settings_of("--decode_algo", "normal")["speculative_config"] == '{"method": "none"}'
 
 
 @pytest.mark.row("bladellm", "--kv_cache_quant", "other flags")

@@ -16,8 +16,8 @@ from transformers import Qwen3Config
 
 from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockError, SamplingParams
 from penstock.engine.engine import Engine
-from penstock.engine.spec_decode.ngram import NGramDrafter
 from penstock.engine.spec_decode.speculation import MAX_FAILURES
+from penstock.engine.spec_decode.suffix import SuffixDrafter
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
@@ -210,14 +210,14 @@ def test_failed_draft_ends_drafting_of_its_sequence(
 ) -> None:
     requests = [request(str(i), [3, 4, 3, 4, i, 3, 4], temperature=0) for i in range(5, 8)]
     plain = run(start(checkpoint), requests)
-    propose = NGramDrafter.propose
+    propose = SuffixDrafter.propose
 
-    def failing_propose(self: NGramDrafter, sequence: Any, most: int) -> list[int]:
+    def failing_propose(self: SuffixDrafter, sequence: Any, state: Any) -> Any:
         if sequence.request.request_id == "6":
             raise IndexError("out of reach")
-        return propose(self, sequence, most)
+        return propose(self, sequence, state)
 
-    monkeypatch.setattr(NGramDrafter, "propose", failing_propose)
+    monkeypatch.setattr(SuffixDrafter, "propose", failing_propose)
     engine = start(checkpoint, speculative_config='{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}')
     assert bits(run(engine, requests)) == bits(plain)
     assert engine.speculation and engine.speculation.stats.drafts > 0

@@ -108,6 +108,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 GUESSING = {"num_speculative_tokens": 2, "adaptive": False}
 NGRAM = json.dumps(GUESSING | {"method": "ngram", "prompt_lookup_min": 1})
+SUFFIX = json.dumps({"method": "suffix", "adaptive": False})
+NO_DRAFTS = json.dumps({"method": "none"})
 
 OPS = os.environ.get("PENSTOCK_EXACTNESS_OPS", "auto")
 """``ops`` option of the engines. ``cuda`` selects GPU kernels, which run in the engine's process."""
@@ -293,7 +295,7 @@ def draw_engine(
         swap_space=0.001,
         max_num_partial_prefills=rng.randint(1, 3),
         scheduling_policy=rng.choice(("fcfs", "priority")),
-        speculative_config=rng.choice(("", "", "", NGRAM, drafted)),
+        speculative_config=rng.choice(("", "", NO_DRAFTS, SUFFIX, NGRAM, drafted)),
         kv_offloading_size=rng.choice((0.0, 0.0005, 0.01)),
         kv_offloading_disk_path=rng.choice(("", str(checkpoint / "kv"))),  # shared by engines of all kinds
         kv_offloading_disk_size=0.02,
@@ -323,7 +325,7 @@ def count_differences(checkpoint: Path, kind: str, schedules: int, ranks_first: 
     rng = Random(f"exactness:{kind}{SEED}")
     requests = [draw_request(rng, number) for number in range(LARGEST)]
     requests = without_adapters(requests, kind)
-    single_engine = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
+    single_engine = start(checkpoint, kind, enable_prefix_caching=False, threads=1, speculation=False)
     alone: dict[str, Result] = {}
     processes_share = 0.0 if OPS == "cuda" else PROCESSES
     wrong = total = preempted = preemptions = sequences = over_ranks = left = 0

@@ -477,7 +477,7 @@ def test_invalid_parallel_options_are_refused(checkpoint: Path, tmp_path: Path) 
     with pytest.raises(PenstockError, match="is 4, more than the model's 3 layers"):
         LLM(checkpoint, pipeline_parallel_size=4, **OPTIONS)
     draft = {"model": str(checkpoint), "num_speculative_tokens": 2}
-    with pytest.raises(PenstockError, match="only the method ngram"):
+    with pytest.raises(PenstockError, match="only the methods suffix and ngram"):
         LLM(checkpoint, pipeline_parallel_size=2, speculative_config=draft, **OPTIONS)
     with pytest.raises(PenstockError, match="several ranks need CPUs, or one GPU each on one machine"):
         LLM(checkpoint, tensor_parallel_size=2, device="meta", **OPTIONS)

@@ -36,9 +36,9 @@ from penstock.engine.kv.swap_space import SwapSpace
 from penstock.engine.scheduling.prerequisites import Prerequisite
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.step_builder import add_drafts
+from penstock.engine.sequence.draft_state import DraftState, Proposal
 from penstock.engine.sequence.plan import Plan
 from penstock.engine.sequence.sequence import Sequence
-from penstock.engine.spec_decode.adaptive import TRIAL_STEPS
 from penstock.engine.spec_decode.speculation import Speculation
 from penstock.engine.step import Candidates, NewRow, RowUpdates, SampledTokens, StepInput, StepOutput, decoder, encoder
 
@@ -181,15 +181,26 @@ class Machine:
 class RandomDrafter:
     """Drafter that proposes correct next tokens and random tokens."""
 
+    rates = (0.7,)
+
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def propose(self, sequence: Sequence, max_len: int) -> list[int]:
-        draft: list[int] = []
+    def propose(self, sequence: Sequence, state: DraftState) -> Proposal:
+        return self._proposal(sequence, [], 1)
+
+    def extend(self, sequence: Sequence, state: DraftState, max_len: int) -> Proposal:
+        return self._proposal(sequence, state.proposal.token_ids, max_len)
+
+    def remember(self, sequence: Sequence) -> None:
+        pass
+
+    def _proposal(self, sequence: Sequence, first: list[int], max_len: int) -> Proposal:
+        draft = [*first]
         while len(draft) < max_len and self._rng.random() < 0.9:
             right = next_token(sequence.tokens + draft, sequence.seed, sequence.index)
             draft.append(right if self._rng.random() < 0.7 else self._rng.randrange(VOCABULARY))
-        return draft
+        return Proposal(draft, [0] * len(draft))
 
 
 FAILED = Failure(Code.INTERNAL, "the step failed")
@@ -637,20 +648,3 @@ def test_beams_survive_failure_of_a_step_without_them() -> None:
     assert [delta.request_id for delta in engine.fail(plan, FAILED)] == ["1"]
     engine.pause("0", False)
     assert finish(engine, machine)["0"] == expected_outputs(beams, LONGEST)[0][0]
-
-
-def test_step_is_recorded_for_batch_size_of_its_plan() -> None:
-    """At depth 2, another step with another batch size is planned before a step is collected."""
-    engine, machine = scheduler(), Machine()
-    engine.speculation = Speculation(RandomDrafter(Random(0)), 2, adaptive=True)
-    engine.add(request(0, 1, max_tokens=40))
-    first = engine.schedule()
-    engine.update(first, machine.run(engine, first))
-    for number in range(1, TRIAL_STEPS + 1):
-        engine.add(request(number, 1, max_tokens=1))
-        plan = engine.schedule()  # planned while one sequence is running
-        outcome = machine.run(engine, plan)
-        assert not engine.schedule(), "both sequences are in the step in flight"
-        engine.speculation.record_step(plan, outcome, 0.001)
-        engine.update(plan, outcome)
-    assert not engine.schedule().drafting, "after the trial steps with one sequence, a step without drafts is due"

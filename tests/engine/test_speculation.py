@@ -68,11 +68,11 @@ def result(output: RequestOutput) -> Any:
 
 @pytest.fixture(scope="module")
 def plain() -> list[Any]:
-    return answers(llm())
+    return answers(llm(speculation=False))
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("method", ["suffix", "ngram", "draft_model"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -247,7 +247,7 @@ def test_draft_model_with_shorter_context_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    config = json.dumps({"model": str(demo.DRAFT), "num_speculative_tokens": 3})
+    config = json.dumps({"model": str(demo.DRAFT), "num_speculative_tokens": 3, "adaptive": False})
     with Served("--speculative-config", config, "--num-gpu-blocks-override", "400") as server:
         yield server
 

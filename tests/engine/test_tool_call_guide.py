@@ -101,7 +101,7 @@ def test_call_continues_on_another_engine(llm: LLM, form: ToolCallFormat) -> Non
 
 
 def test_idle_guide_needs_no_bitmask_and_lets_steps_be_scheduled_ahead(model: Path) -> None:
-    llm = start(model, max_concurrent_batches=2)
+    llm = start(model, max_concurrent_batches=2, speculation=False)
     tokenizer = llm.get_tokenizer()
     text = tokenizer.encode("This is a text without any calls. " * 4, add_special_tokens=False)
     prompt = prompt_to_copy(text, tokenizer.convert_tokens_to_ids("<|im_end|>"))

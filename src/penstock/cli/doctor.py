@@ -42,6 +42,7 @@ def inspect_machine() -> dict[str, Any]:
     with ending_at_ctrl_c():
         import torch
 
+        from penstock.engine.checks.speculation import why_off
         from penstock.ops import backend
     from penstock.ops.cores import describe_nodes, describe_placement, usable_cores
     from penstock.planning.host_memory import free_host_bytes
@@ -83,6 +84,8 @@ def inspect_machine() -> dict[str, Any]:
             result["advice"] = problem
     else:
         result["advice"] = "install a C++ compiler (apt install g++), then reinstall penstock to build the CPU kernels"
+    off = why_off(options)
+    result["speculation"] = f"off ({off})" if off else "suffix decoding by default"
     result["web page"] = describe_libraries()
     result["weights"] = _weight_cache(options)
     cores = usable_cores(), os.cpu_count() or 1

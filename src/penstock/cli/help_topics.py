@@ -69,7 +69,7 @@ TOPICS: Mapping[str, Topic] = {
         "reasoning_parser generation_config override_generation_config template_text guided_decoding_backend "
         "guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties",
     ),
-    "speculation": _topic("speculative decoding", "speculative_config"),
+    "speculation": _topic("speculative decoding", "speculative_config speculation"),
     "lora": _topic("LoRA adapters", "enable_lora lora_modules max_loras max_lora_rank allow_runtime_lora_updating"),
     "multimodal": _topic(
         "images, videos and audio",

@@ -148,8 +148,11 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     guided_decoding_disable_additional_properties: bool = False
     """Apply additionalProperties: false to objects of a JSON Schema that do not set it."""
     speculative_config: str = ""
-    """Speculative decoding, as JSON: {"method": "ngram"}, or {"model": FOLDER, "num_speculative_tokens": 4} for a draft
-    model or draft heads (EAGLE, Medusa); empty: off. It does not change results."""
+    """Speculative decoding, as JSON: {"method": "suffix"}, or {"model": FOLDER, "num_speculative_tokens": 4} for a
+    draft model or draft heads (EAGLE, Medusa); {"method": "none"}: off; empty: suffix where it is supported and does
+    not change results."""
+    speculation: bool = True
+    """Speculative decoding; off: nothing is drafted, whatever speculative_config says."""
     enable_lora: bool = False
     """Support LoRA adapters that are not listed in lora_modules."""
     lora_modules: tuple[str, ...] = ()

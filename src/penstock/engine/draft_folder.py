@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock import demo
-from penstock.config.speculative import SpeculativeConfig
+from penstock.config.speculative import LOOKUPS, SpeculativeConfig
 from penstock.core.errors import invalid
 from penstock.planning.draft_size import METHODS, draft_size_of
 from penstock.planning.model_size import ModelSize
 
 
 def draft_folder(speculative: SpeculativeConfig | None, model: str) -> Path | None:
-    """Folder of the draft model or of the draft heads (EAGLE, Medusa); None without separate weights (n-gram, MTP).
+    """Folder of the draft model or of the draft heads (EAGLE, Medusa); None without separate weights (lookup, MTP).
 
     Args:
         model: option ``model``; empty for the built-in model.
 
     Raises ``PenstockError`` (``invalid``) if the options do not name the folder that the method needs.
     """
-    if not speculative or speculative.method in ("ngram", "mtp"):
+    if not speculative or speculative.method in (*LOOKUPS, "mtp"):
         return None
     if speculative.model:
         return Path(speculative.model)

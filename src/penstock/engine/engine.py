@@ -16,7 +16,7 @@ import msgspec
 from penstock import demo
 from penstock.config.options import EngineOptions, LogOptions, SchedulerOptions
 from penstock.config.progress import Progress
-from penstock.config.speculative import SpeculativeConfig
+from penstock.config.speculative import DEFAULT, SpeculativeConfig
 from penstock.core import (
     Code,
     EngineRequest,
@@ -37,6 +37,7 @@ from penstock.planning.pipeline import split_layers
 
 from .checks.options import checked_options
 from .checks.requests import check_request
+from .checks.speculation import why_off
 from .checks.whole_prompts import scratch_blocks
 from .draft_folder import draft_size
 from .executor.base import WorkerLostError
@@ -57,8 +58,8 @@ from .scheduling.step_builder import add_drafts, probe_step
 from .sequence.plan import Plan
 from .sequence.sequence import Sequence
 from .sleep import SleepManager
-from .spec_decode.ngram import NGramDrafter
 from .spec_decode.speculation import Speculation
+from .spec_decode.suffix import SuffixDrafter
 from .step import DeviceMemory, InitCache, LoadModel, MemoryProfile, ModelInfo, ProfileMemory, ReadExpertLoad
 from .step_statistics import StepCounts
 from .warm_up import warm_up_requests
@@ -212,15 +213,26 @@ class Engine:
             offloading=self.kv_offloading,
             snapshots=snapshots,
         )
-        self.speculation: Speculation | None = None
-        if speculative:
-            ngram = NGramDrafter(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
-            drafter = None if info.drafts else ngram
-            self.speculation = Speculation(
-                drafter, speculative.max_draft_len, speculative.adaptive, speculative.tree, options.block_size
-            )
-            self.scheduler.speculation = self.speculation
+        self.speculation = self.scheduler.speculation = self._new_speculation(speculative)
         self._log_memory(blocks)
+
+    def _new_speculation(self, config: SpeculativeConfig | None) -> Speculation | None:
+        """Speculative decoding with ``config``, or by default; None if nothing is drafted."""
+        options = self._options
+        if not options.speculative_config:
+            reason = why_off(options, self._config, self.info)
+            config = None if reason else DEFAULT
+            logger.info("speculative decoding: %s", f"off ({reason})" if reason else DEFAULT.method)
+        if not config:
+            return None
+        drafter = None
+        if config.method == "ngram":
+            drafter = SuffixDrafter(config.prompt_lookup_min, config.prompt_lookup_max, answers=False)
+        elif not self.info.drafts:
+            drafter = SuffixDrafter(
+                longest=config.suffix_decoding_max_tree_depth, answers=config.suffix_decoding_max_cached_requests > 0
+            )
+        return Speculation(drafter, config.max_draft_len, config.adaptive, config.tree, options.block_size)
 
     def _start_transfers(self) -> KVConnector | None:
         """Connect to the other prefill and decode instances; None with the role ``mixed``."""

@@ -574,3 +574,34 @@ def gated_norm(
 def multiply_gate(
     x: int, gate: int, out: int, rows: int, width: int, stride: int, gate_stride: int, out_stride: int, type: int, /
 ) -> None: ...
+
+class TokenHistory:
+    """Earlier occurrences of the last tokens of a text (``csrc/token_history.h``)."""
+
+    SEPARATOR: int
+    """Token between texts: no occurrence extends over it."""
+    bytes: int
+    """Size in memory."""
+
+    def __init__(self, capacity: int) -> None:
+        """Keep the last ``capacity`` tokens, or up to twice as many."""
+
+    def __len__(self) -> int:
+        """Number of appended tokens, the forgotten ones included."""
+
+    def append(self, tokens: list[int], /) -> None: ...
+    def find(self, text: TokenHistory, longest: int, /) -> tuple[int, int, int, int, int] | None:
+        """Find the longest of the recent occurrences of the last tokens of ``text``.
+
+        Args:
+            text: may be this object.
+            longest: length of the longest match that is told apart from longer ones, up to 32.
+
+        Returns the position after the occurrence, the token there, the length of the occurrence, the number of
+        occurrences with at least half of this length, and the number of those that are followed by the same token;
+        None if there is no occurrence.
+        """
+
+    def tokens(self, position: int, count: int, /) -> list[int]:
+        """Up to ``count`` tokens from a position, up to a separator. After the last token, they continue with the
+        returned tokens themselves."""

@@ -202,6 +202,21 @@ FAMILIES = (
         "Draft tokens accepted by the model.",
         _field("accepted_tokens"),
     ),
+    _draft_counter(
+        "spec_decode_num_sequence_steps",
+        "Steps of sequences after their first token; each gives one token and the accepted draft tokens.",
+        _field("decoded_rows"),
+    ),
+    _draft_counter(
+        "spec_decode_decode_seconds",
+        "Duration of the steps without prompt tokens.",
+        _field("decode_seconds"),
+    ),
+    _draft_counter(
+        "spec_decode_decode_seconds_without_drafts",
+        "Estimated duration without drafts of the tokens of the steps without prompt tokens.",
+        _field("seconds_without_drafts"),
+    ),
     *(_counter(f"kv_transfer_{name}", about, _field(f"kv_{name}")) for name, about in KV_TRANSFER_COUNTERS.items()),
     *(_counter(name, about, _field(f"offload_{field}")) for name, (field, about) in OFFLOAD_COUNTERS.items()),
     Family(

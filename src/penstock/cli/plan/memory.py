@@ -76,7 +76,7 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
     size = size.with_redundant_experts(num_redundant_experts(options.expert_placement, options.num_redundant_experts))
     if args.gpu_memory is None:
         size = size.on_cpu()
-    speculative = SpeculativeConfig.read(resolve_draft(options.speculative_config))
+    speculative = SpeculativeConfig.read(resolve_draft(options.speculative_config)) if options.speculation else None
     mtp = bool(speculative and speculative.method == "mtp")
     quantization = size.quantization if options.quantization == "none" else options.quantization
     ranks, stages = options.tensor_parallel_size, options.pipeline_parallel_size
@@ -91,7 +91,7 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
         token += bytes_per_token(kv_specs(draft, options.block_size, cache_dtype, options.dtype, ranks=ranks))
     weights //= ranks
     longest = options.max_model_len or size.max_model_len
-    state = bytes_per_slot(size.states, speculative.num_speculative_tokens if speculative else 0) // (ranks * stages)
+    state = bytes_per_slot(size.states, speculative.max_draft_len if speculative else 0) // (ranks * stages)
     states = state * (options.max_num_seqs + 1)
     room = _room(args, options, weights + states)
     snapshots = count_snapshots(options, MemoryProfile(max(room, 0), 0, token, token, state))

@@ -130,7 +130,7 @@ def _engine(history: History, model: Answer, engine: Answer, name: str, width: i
                 else []
             ),
             f"prefix hits {_share(counters['prefix_cache_hits'], counters['prefix_cache_queries'])}",
-            f"drafts accepted {_share(stats['accepted_tokens'], stats['draft_tokens'])}",
+            *_drafts(stats),
         ],
         times,
     ]
@@ -141,6 +141,16 @@ def _engine(history: History, model: Answer, engine: Answer, name: str, width: i
         title = "tokens of the last steps "
         lines.append(title + _sparkline(snapshot["steps"], max(10, width - len(title) - 1), glyphs.heights))
     return [*lines, *_table(snapshot, width)]
+
+
+def _drafts(stats: dict[str, Any]) -> list[str]:
+    """Accepted share of draft tokens, tokens per step, and gain of speculative decoding, since the engine started."""
+    share = f"drafts accepted {_share(stats['accepted_tokens'], stats['draft_tokens'])}"
+    if not stats["accepted_tokens"] or not stats["decode_seconds"]:
+        return [share]
+    per_step = 1 + stats["accepted_tokens"] / max(stats["decoded_rows"], 1)
+    gain = stats["seconds_without_drafts"] / stats["decode_seconds"]
+    return [share, f"tokens per step {per_step:.2f}", f"speed {gain:.2f} x that without drafts"]
 
 
 def _wrapped(parts: list[str], width: int) -> list[str]:

@@ -43,6 +43,8 @@ def _speculative(given: Mapping[str, str]) -> Settings:
         if name in given and (not method or (name == "--draft.model" and method == "ngram")):
             raise invalid(name, f"cannot be combined with --decode_algo {algorithm}")
     if not method:
+        if "--decode_algo" in given:
+            yield "speculative_config", '{"method": "none"}', "--decode_algo"
         return
     result: dict[str, Any] = {"method": method}
     if model := given.get("--draft.model"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import msgspec
+
 from penstock.checkpoint.engine_config import FIXED_OPTIONS, engine_config_of
 from penstock.checkpoint.sentence_transformers import read_dense_modules
 from penstock.config.options import EngineOptions
@@ -31,6 +33,9 @@ def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -
 
     Raises ``PenstockError``, with the option as its field, for options that the model does not support.
     """
+    speculative = SpeculativeConfig.read(options.speculative_config)
+    if not options.speculation or (options.speculative_config and not speculative):  # the method is none
+        options, speculative = msgspec.structs.replace(options, speculation=False, speculative_config=""), None
     if config.model_impl == "transformers":
         _check_transformers(options, config)
     if config.encoder or read_dense_modules(folder):
@@ -39,10 +44,9 @@ def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -
         options = speech_options(options, config)
     if built := engine_config_of(config.raw, folder):
         built.check(folder, {name: getattr(options, name) for name in FIXED_OPTIONS})
-    speculative = SpeculativeConfig.read(options.speculative_config)
-    if speculative and speculative.method != "ngram" and options.pipeline_parallel_size > 1:
+    if speculative and not speculative.is_lookup and options.pipeline_parallel_size > 1:
         message = (
-            "speculative_config: with pipeline_parallel_size > 1, only the method ngram is supported, not "
+            "speculative_config: with pipeline_parallel_size > 1, only the methods suffix and ngram are supported, not "
             f"{speculative.method}"
         )
         raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
@@ -64,7 +68,7 @@ def _check_vision(options: EngineOptions, config: ModelConfig, speculative: Spec
         "pipeline_parallel_size": options.pipeline_parallel_size > 1,
         "role": options.role != "mixed",
         "load_format": options.load_format == "dummy",
-        "speculative_config": speculative is not None and speculative.method != "ngram",
+        "speculative_config": speculative is not None and not speculative.is_lookup,
     }
     for name in [name for name, is_given in unsupported.items() if is_given]:
         message = f"{name}: {getattr(options, name)} is not supported for models with image input; remove this option"

@@ -42,7 +42,7 @@ def append_tokens(sequence: Sequence, sampled: SampledTokens) -> TokenDelta:
             finished = FinishReason.STOP
         elif len(sequence.tokens) >= sequence.max_len or (guide and guide.token_limit_reached):
             finished = FinishReason.LENGTH
-        elif guide and i == len(token_ids) and _may_jump_forward(sequence) and (forced := guide.jump_forward_tokens()):
+        elif guide and i == len(token_ids) and sequence.jumps_forward and (forced := guide.jump_forward_tokens()):
             token_ids += forced
             _resend_next_token(sequence)
         if finished:
@@ -122,11 +122,3 @@ def pool_hidden_states(sequence: Sequence, states: np.ndarray) -> TokenDelta | N
         cached_tokens=sequence.num_cached_tokens or 0,
         queued=sequence.queued,
     )
-
-
-def _may_jump_forward(sequence: Sequence) -> bool:
-    """True if forced tokens may be appended without sampling. False if the request returns logprobs or logits, if a
-    stop string might match within the forced tokens, or while a sampled token is in flight and not discarded."""
-    sampling = sequence.request.sampling
-    returned = sampling.logprobs is not None or sampling.return_generation_logits
-    return sequence.num_pending == sequence.num_stale and not returned and not sampling.stop

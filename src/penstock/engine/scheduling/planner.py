@@ -10,7 +10,7 @@ from penstock.core import EngineRequest
 from ..kv.cache_manager import CacheHit
 from ..sequence.plan import Plan, ScheduledSequence
 from ..sequence.sequence import Sequence, State
-from ..spec_decode.speculation import Speculation
+from ..spec_decode.speculation import Draft, Speculation
 from .admission import Admission
 from .preemption import Preemption
 from .state import SchedulerState
@@ -58,7 +58,7 @@ class Planner:
 
     def plan(self, speculation: Speculation | None) -> Plan:
         """Plan one step, with drafts of ``speculation``. The plan is empty if no sequence can run now."""
-        plan, preemptions = Plan(len(self._running)), self._preemption.count
+        plan, preemptions = Plan(), self._preemption.count
         suspect = self._suspect() if self.isolated else None
         if suspect and any(one.request.request_id != suspect for one in self._running):
             if not any(one.inflight_steps for one in self._running):
@@ -71,7 +71,6 @@ class Planner:
             return plan
         if self._encoder_cache.is_used:
             self._encoder_cache.begin_step()
-        plan.drafting = speculation is not None and speculation.should_draft(plan.num_running)
         budget = self._options.max_num_batched_tokens
         shares = self._num_shares > 1
         left = self._share() if shares else len(self._running)
@@ -81,7 +80,7 @@ class Planner:
             partial = shares and sequence.is_partial_prefill
             if sequence.state is not State.RUNNING or not (partial or left):
                 continue  # an earlier sequence has preempted this one, or another step in flight computes it
-            count = min(self._num_new_tokens(sequence, plan.drafting), budget)
+            count = min(self._num_new_tokens(sequence, speculation), budget)
             if sequence.request.images:
                 count = self._encoder_cache.fit(sequence.request, sequence.num_scheduled, count, budget)
             if count and self._allocate_slots(sequence, count, plan):
@@ -98,7 +97,7 @@ class Planner:
         )
         if self._encoder_cache.is_used:
             plan.encoder_tokens += self._encoder_cache.num_patches
-        if speculation and plan.drafting:
+        if speculation:
             self._schedule_drafts(plan, speculation)
         if suspect and any(item.sampling_sequences for item in plan.scheduled):
             self.isolated[suspect] -= 1
@@ -123,7 +122,7 @@ class Planner:
         tokens for every step, and would displace decoding sequences."""
         return -(-sum(not sequence.is_partial_prefill for sequence in self._running) // self._num_shares)
 
-    def _num_new_tokens(self, sequence: Sequence, drafting: bool) -> int:
+    def _num_new_tokens(self, sequence: Sequence, speculation: Speculation | None) -> int:
         """Number of tokens of a running sequence to compute in this step, before the token budget is applied. 0 while
         the sequence is paused, its drafts are being verified, or its next token depends on a token in flight."""
         total = len(sequence.tokens) + sequence.num_pending
@@ -135,7 +134,7 @@ class Planner:
             or self._pipeline_stages > 1  # the first stage does not know the token in flight
             or sequence.active_guide  # the allowed tokens depend on the token in flight
             or (sequence.guide and self._kv.snapshots)  # a recurrent state cannot take back a token in flight
-            or drafting  # the draft depends on the token in flight
+            or (speculation and speculation.waits(sequence))  # the draft depends on the token in flight
         ):
             return 0
         threshold = self._options.long_prefill_token_threshold
@@ -221,9 +220,13 @@ class Planner:
     def _schedule_drafts(self, plan: Plan, speculation: Speculation) -> None:
         """Add draft tokens to decoding sequences, within the remaining token budget. Only free blocks are used: no
         sequence is preempted for drafts."""
-        budget = self._options.max_num_batched_tokens - plan.tokens
-        scratch = speculation.num_scratch_blocks
-        for item in plan.scheduled:
+        decoding = [item for item in plan.scheduled if item.length == 1 and item.sampling_sequences]
+        if not decoding or (least := speculation.least_gain(len(decoding))) > 1:
+            return
+        rows = plan.tokens
+        budget, scratch = self._options.max_num_batched_tokens - rows, speculation.num_scratch_blocks
+        items, drafts = list[ScheduledSequence](), list[Draft]()
+        for item in decoding:
             sequence = item.sequence
             if (
                 item.sampling_sequences != (sequence,)
@@ -233,17 +236,27 @@ class Planner:
             ):
                 continue
             max_len = min(budget, sequence.max_len - len(sequence.tokens) - 1)
-            draft = speculation.draft(sequence, max_len, budget, scratch) if max_len > 0 else None
-            if not draft or not draft.token_ids:
+            draft = speculation.draft(sequence, least, max_len, budget, scratch) if max_len > 0 else None
+            if draft and draft.token_ids:
+                items.append(item)
+                drafts.append(draft)
+                scratch -= draft.num_scratch_blocks
+        if not drafts:
+            return
+        for item, draft, chosen in zip(
+            items, drafts, speculation.choose_lengths(drafts, len(decoding), rows), strict=True
+        ):
+            count = min(chosen, len(draft.token_ids) if draft.parents else budget)
+            if not count or count > budget:
                 continue
-            num_blocks = self._kv.num_blocks_to_allocate(sequence, draft.length)
+            sequence, length = item.sequence, draft.length if draft.parents else count
+            num_blocks = self._kv.num_blocks_to_allocate(sequence, length)
             if num_blocks > self._device_pool.num_free:
                 continue
             if num_blocks:
                 plan.copies += self._kv.append_slots(sequence, num_blocks)
-            item.draft.extend(draft.token_ids)
+            item.draft.extend(draft.token_ids[:count])
             item.parents.extend(draft.parents)
-            sequence.num_draft_tokens = draft.length
-            sequence.num_scheduled += draft.length
-            budget -= len(draft.token_ids)
-            scratch -= draft.num_scratch_blocks
+            sequence.num_draft_tokens = length
+            sequence.num_scheduled += length
+            budget -= count

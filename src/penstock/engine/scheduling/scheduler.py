@@ -291,6 +291,8 @@ class Scheduler:
                 self.swap_space.release(sequence)
             self.kv.release_imported(sequence)
         sequence.state = State.FINISHED
+        if self.speculation:
+            self.speculation.forget(sequence)
         self.running.free(sequence)
         self.admission.invalidate_free_capacity()
 

@@ -55,10 +55,8 @@ class Plan:
     """Plan of one step. Before the step computes, blocks are moved in this order: stored, swapped out, swapped in,
     copied, loaded."""
 
-    num_running: int = 0
-    """Number of running sequences when the step was planned."""
-    drafting: bool = False
-    """True if the step may use drafts (``Speculation.should_draft``)."""
+    drafting_seconds: float = 0.0
+    """Time that the workers took to draft tokens before the step."""
     stores: list[OffloadedBlock] = field(default_factory=list)
     """Copies from the KV cache to the host tier of the prefix cache."""
     loads: list[OffloadedBlock] = field(default_factory=list)

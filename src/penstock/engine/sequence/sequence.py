@@ -10,6 +10,7 @@ from penstock.core import Code, EngineRequest, Failure, GeneratedSequence, Logpr
 from penstock.core.requests import NUM_CLEARING_TOKENS
 
 from ..guided import Guide
+from .draft_state import DraftState
 from .pooling import PoolingState
 
 
@@ -57,14 +58,8 @@ class Sequence:
     num_draft_tokens: int = 0
     paused: bool = False
     """True while the sequence is paused (``Scheduler.pause``)."""
-    draft_len: int | None = None
-    """Number of tokens to draft; None before the first draft."""
-    ngrams: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """Position after the last occurrence of each n-gram of the output (``NGramDrafter``)."""
-    ngrams_end: int = field(init=False)
-    """Number of leading tokens whose n-grams are in ``prompt_ngrams`` and ``ngrams``."""
-    prompt_ngrams: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """Position after the last occurrence of each n-gram of the prompt; shared by all sequences of the request."""
+    drafts: DraftState = field(default_factory=DraftState)
+    """Estimates of speculative decoding."""
     blocks: list[int] = field(default_factory=list)
     """KV blocks on the device, in the order of the tokens."""
     host_blocks: list[int] = field(default_factory=list)
@@ -139,7 +134,7 @@ class Sequence:
         self.stop_token_ids = frozenset(
             sampling.stop_token_ids + (() if sampling.ignore_eos else request.eos_token_ids)
         )
-        self.prompt_length = self.ngrams_end = len(request.prompt)
+        self.prompt_length = len(request.prompt)
         self.max_len = self.prompt_length + (0 if request.pooling else sampling.max_tokens)
         self.tokens = list(request.prompt)
         self.num_unforked = 0 if self.index else sampling.num_sequences - 1
@@ -168,6 +163,15 @@ class Sequence:
     def active_guide(self) -> Guide | None:
         """The guide, unless it is idle."""
         return self.guide if self.guide and not self.guide.is_idle else None
+
+    @property
+    def jumps_forward(self) -> bool:
+        """True if tokens that the guide forces may be appended without sampling. False if the request returns logprobs
+        or logits, if a stop string might match within the forced tokens, or while a sampled token is in flight and not
+        discarded."""
+        sampling = self.request.sampling
+        returned = sampling.logprobs is not None or sampling.return_generation_logits
+        return self.num_pending == self.num_stale and not returned and not sampling.stop
 
     def discard_pending(self) -> None:
         """Discard the results of the steps in flight, which were planned before the guide needed a bitmask, or replaced
@@ -232,6 +236,5 @@ class Sequence:
         sibling.blocks = blocks
         sibling.prompt_logprobs = sibling.context_logits = None
         sibling.guide = self.guide.copy() if self.guide else None
-        sibling.prompt_ngrams = self.prompt_ngrams
         sibling.first_scheduled = self.first_scheduled
         return sibling

@@ -218,6 +218,12 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Counter of draft tokens that steps have verified."""
     accepted_tokens: int = 0
     """Counter of draft tokens that were accepted."""
+    decoded_rows: int = 0
+    """Counter of tokens sampled after the first token of a sequence, without accepted draft tokens."""
+    decode_seconds: float = 0.0
+    """Duration of the steps without prompt tokens; 0 without speculative decoding."""
+    seconds_without_drafts: float = 0.0
+    """Estimated duration of the same steps' tokens without drafts."""
     accepted_at: list[int] = []
     """Counters of accepted draft tokens: one per position in the draft."""
     kv_transfers: int = 0

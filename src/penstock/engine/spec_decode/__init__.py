@@ -1,1 +1,1 @@
-"""Speculative decoding: the n-gram drafter, draft lengths, and whether drafts raise the throughput."""
+"""Speculative decoding: suffix and n-gram drafters, and the choice of draft lengths."""

@@ -242,7 +242,7 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
         return None
     if method := speculative.method if speculative.method in METHODS else head_method(folder):
         if model.model_impl == "transformers":
-            message = "draft heads are not supported with model_impl transformers; use ngram or a draft model"
+            message = "draft heads are not supported with model_impl transformers; use suffix or a draft model"
             raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
         return Draft(folder, method, None)
     if speculative.tree:

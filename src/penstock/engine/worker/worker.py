@@ -136,7 +136,7 @@ class Worker:
 
         self._states = None
         if state_specs := loaded.model.state_specs():
-            max_drafts = speculative.num_speculative_tokens if speculative else 0
+            max_drafts = speculative.max_draft_len if speculative else 0
             self._states = RowStates(state_specs, rows, max_drafts, loaded.device)
 
         def runner(model: Model, lora: bool, states: RowStates | None = None) -> ModelRunner:

@@ -22,6 +22,10 @@ export function drawTiles({ stats }, { counters }, generated, prompts) {
     ["memory", gib(stats.cpu_memory)],
     ["heartbeat", seconds(stats.heartbeat_age)],
   ];
+  if (stats.accepted_tokens) {
+    tiles.push(["tokens per sequence and step", (1 + stats.accepted_tokens / stats.decoded_rows).toFixed(2)]);
+    if (stats.decode_seconds) tiles.push(["× speed without drafts", (stats.seconds_without_drafts / stats.decode_seconds).toFixed(2)]);
+  }
   if (counters.requests_resumed) tiles.push(["resumed requests", count(counters.requests_resumed)]);
   if (stats.gpu_memory) tiles.push(["GPU memory", gib(stats.gpu_memory)]);
   if (stats.kv_transfers) tiles.push(["KV transfers", `${count(stats.kv_completed)} of ${count(stats.kv_transfers)}`]);
