@@ -90,7 +90,8 @@ sanitize: .venv/tools
 	PENSTOCK_SETS=all $(PIP) --no-deps --target build/sanitize --upgrade --config-settings=cmake.define.PENSTOCK_SANITIZE=ON \
 		--config-settings=build-dir=build/sanitized .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python tests/support/sanitized.py build/sanitize tests/kernels/test_ops.py
+	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python tests/support/sanitized.py build/sanitize tests/kernels/test_ops.py \
+		tests/kernels/test_random_sampling.py
 
 reliability: .venv/tools
 	$(BIN)/python benchmarks/reliability.py

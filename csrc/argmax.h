@@ -136,14 +136,6 @@ void measure_norms_row(const SketchSearch& s, int64_t row) {
   s.x_error_norms[row] = upper_norm(std::sqrt(sum(error_squares)));
 }
 
-inline bool any_at_least(f32x16 v, float lower_bound) {
-#if defined(__AVX512F__)
-  return _mm512_cmp_ps_mask((__m512)v, (__m512)broadcast(lower_bound), _CMP_GE_OQ);
-#else
-  return reduce_max(v) >= lower_bound;
-#endif
-}
-
 // Records the vectors of 16 outputs that may contain the largest output of a row.
 inline void find_candidates_block(const SketchSearch& s, int64_t task) {
   const Linear& a = s.product;

@@ -10,6 +10,7 @@
 #include "hyper.h"
 #include "limits.h"
 #include "lora.h"
+#include "sampling.h"
 #include "selective_scan.h"
 #include "states.h"
 
@@ -73,6 +74,7 @@ const Kernels kernels = {
     route_token,
     by_type<Combine, combine_token<float>, combine_token<bf16>>,
     with_amx<ArgMax, argmax_block>,
+    sample_row,
     by_type<Sketch, sketch_panel<float>, sketch_panel<bf16>>,
     by_type<SketchSearch, measure_norms_row<float>, measure_norms_row<bf16>>,
     with_amx<SketchSearch, find_candidates_block>,

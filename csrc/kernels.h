@@ -541,6 +541,15 @@ struct MultiplyRows {
   Type type;
 };
 
+// Random sampling, also greedy (temperature 0), of a token of each row.
+struct SampleRandom {
+  const float* logits;  // [rows, size]
+  const double *temperature, *top_k, *top_p, *min_p, *uniform;  // [rows]; `uniform`: random numbers in [0, 1)
+  int64_t* out;  // [rows]: token ids
+  float* largest;  // [rows]: largest logits; NaN if a logit is NaN
+  int64_t stride, size;  // `stride`: elements between rows
+};
+
 // Memory to read; `size`: bytes per task, a multiple of 256.
 struct Read {
   const void* from;
@@ -583,6 +592,7 @@ struct Kernels {
   void (*router)(const Router&, int64_t row);
   void (*combine)(const Combine&, int64_t row);
   void (*argmax)(const ArgMax&, int64_t task);
+  void (*sample)(const SampleRandom&, int64_t row);
   void (*sketch)(const Sketch&, int64_t panel);
   void (*measure_norms)(const SketchSearch&, int64_t row);
   void (*find_candidates)(const SketchSearch&, int64_t task);

@@ -430,6 +430,15 @@ bool argmax_by_sketch(Address x, Address quantized, Address x_scales, Address x_
   return true;
 }
 
+// `columns`: temperature, top-k, top-p, min-p and random numbers, [5, rows] float64.
+void sample_random(Address logits, Address columns, Address out, Address largest, int64_t rows, int64_t stride,
+                   int64_t size) {
+  auto column = [&](int64_t i) { return ptr<double>(columns) + i * rows; };
+  const auto args = make<SampleRandom>(ptr<float>(logits), column(0), column(1), column(2), column(3), column(4),
+                                       ptr<int64_t>(out), ptr<float>(largest), stride, size);
+  pool()->run(rows, [&](int64_t row) { kernels->sample(args, row); });
+}
+
 // Quantizes `each` rows of each of `rows` tokens.
 void quantize(Address x, Address out, Address scales, Address sums, int64_t rows, int64_t each, int64_t in, int64_t padded,
               int64_t group, int64_t rotation, bool in_groups, bool has_total, int type) {
@@ -1002,6 +1011,7 @@ NB_MODULE(_kernels, m) {
   m.def("argmax", &argmax, free);
   m.def("sketch", &sketch, free);
   m.def("argmax_by_sketch", &argmax_by_sketch, free);
+  m.def("sample_random", &sample_random, free);
   m.def("quantize", &quantize, free);
   m.def("rotate", &rotate, free);
   m.def("time_read", &time_read, free);

@@ -176,6 +176,15 @@ inline float reduce_max(f32x16 v) {
   });
 }
 
+// True if a lane has at least this value. No lane may be NaN.
+inline bool any_at_least(f32x16 v, float lower_bound) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)v, (__m512)broadcast(lower_bound), _CMP_GE_OQ);
+#else
+  return reduce_max(v) >= lower_bound;
+#endif
+}
+
 // 2^x for x <= 100, with a relative error of 1e-7, or 1e-4 if `coarse`. The result is zero for x below -150 (below -126
 // without AVX-512), and for NaN.
 template <bool coarse>

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib import import_module
 from random import Random
 from typing import Any
 
@@ -26,8 +28,19 @@ from penstock.engine.worker.input_batch import InputBatch
 from penstock.engine.worker.logits_processors import adjusts_logits
 from penstock.engine.worker.row import Position, Row
 from penstock.engine.worker.sampler import NON_FINITE_LOGITS, NOTHING_ALLOWED, process_logits
+from penstock.ops import Ops
 
 VOCABULARY = 50
+BACKENDS: list[Ops] = []
+"""The last one has the sampler's kernels."""
+
+
+@pytest.fixture(params=["reference", "cpu"], autouse=True, scope="module")
+def ops(request: pytest.FixtureRequest) -> Iterator[None]:
+    pytest.importorskip(f"penstock.ops.{request.param}", reason="the CPU kernels were not built", exc_type=ImportError)
+    BACKENDS.append(import_module(f"penstock.ops.{request.param}"))
+    yield
+    BACKENDS.pop()
 
 
 def position(
@@ -44,7 +57,7 @@ def position(
 def sample(
     logits: torch.Tensor, positions: list[Position], grammar_bitmask: np.ndarray | None = None
 ) -> list[SampledTokens]:
-    return sampler.sample(logits, positions, grammar_bitmask).result()
+    return sampler.sample(logits, positions, grammar_bitmask, BACKENDS[-1]).result()
 
 
 def scores(rows: int, seed: int = 0) -> torch.Tensor:

@@ -37,7 +37,7 @@ def random_columns(rows: int, vocabulary: int, rng: Random) -> list[torch.Tensor
         return float64(*(rng.choice(values) for _ in range(rows)))
 
     return [
-        draw(0.3, 0.7, 1.0, 2.0),
+        draw(0.0, 0.3, 0.7, 1.0, 2.0),
         draw(0, 0, -1, 1, 5, 40, vocabulary - 1, vocabulary),
         draw(1.0, 1.0, 0.999, 0.9, 0.5, 1e-9),
         draw(0.0, 0.0, 0.01, 0.3),
@@ -88,7 +88,7 @@ def test_random_sampling_equals_reference(size: int) -> None:
     ties[:, 0] = 0
     for logits in (distinct, ties):
         columns = random_columns(5, size, rng)
-        assert torch.equal(sampling.sample_random(logits, *columns), reference.sample_random(logits, *columns))
+        assert torch.equal(sampling.sample_random(logits, *columns)[0], reference.sample_random(logits, *columns)[0])
 
 
 def assert_truncated(size: int, top_k: int, top_p: float) -> None:
@@ -96,7 +96,7 @@ def assert_truncated(size: int, top_k: int, top_p: float) -> None:
     logits = torch.randn(1, size, generator=torch.Generator().manual_seed(0))
     columns = [float64(value) for value in (2.0, top_k, top_p, 0.0, 0.4)]
     assert top_k > sampling.MAX_LISTED
-    assert torch.equal(sampling.sample_random(logits, *columns), reference.sample_random(logits, *columns))
+    assert torch.equal(sampling.sample_random(logits, *columns)[0], reference.sample_random(logits, *columns)[0])
 
 
 def test_sampling_with_more_than_max_listed_candidates_equals_reference() -> None:
@@ -117,10 +117,10 @@ def test_sampling_of_a_row_does_not_depend_on_other_rows() -> None:
     logits[3, 5] = float("nan")
     logits[5] = float("nan")
     columns = random_columns(7, size, rng)
-    together = sampling.sample_random(logits, *columns)
+    together = sampling.sample_random(logits, *columns)[0]
     assert ((together >= 0) & (together < size)).all()
     for i in range(7):
-        alone = sampling.sample_random(logits[i : i + 1], *(column[i : i + 1] for column in columns))
+        alone = sampling.sample_random(logits[i : i + 1], *(column[i : i + 1] for column in columns))[0]
         assert alone[0] == together[i]
 
 
@@ -148,5 +148,5 @@ def test_topk_orders_equal_values_by_index(size: int) -> None:
 def test_sampling_supports_strided_logits() -> None:
     wide = torch.randn(3, 80, generator=torch.Generator().manual_seed(0))
     logits, columns = wide[:, :50], random_columns(3, 50, Random(1))
-    assert torch.equal(sampling.sample_random(logits, *columns), reference.sample_random(logits, *columns))
+    assert torch.equal(sampling.sample_random(logits, *columns)[0], reference.sample_random(logits, *columns)[0])
     assert torch.equal(sampling.argmax_of_logits(logits)[0], logits.argmax(-1))

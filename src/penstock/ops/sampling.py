@@ -1,4 +1,4 @@
-"""Random sampling in plain PyTorch, for the backends ``reference`` and ``cpu``."""
+"""Sampling in plain PyTorch, for the backend ``reference``; ``cpu`` and ``cuda`` have kernels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,26 @@ MIN_TEMPERATURE = 1e-5
 """Lower bound of the temperature, which avoids a division by zero."""
 BIN_SHIFT = 20
 """Number of low bits of a float32 that ``truncate`` ignores to choose a bin: eight bins per power of two."""
+ROWS_AT_ONCE = 4
+"""Number of rows sampled together. The distributions of more rows would not fit into a CPU's caches, and the allocator
+would return their memory to the operating system after each step."""
+
+
+def argmax_of_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index of the largest logit of each row of ``[rows, vocabulary]`` float32 (int64; the first one in a
+    tie), and this logit.
+
+    If a logit is NaN, the index is an arbitrary one, and the value NaN.
+    """
+    index = logits.argmax(-1)  # the index of a NaN if there is one
+    return index, logits.gather(-1, index[:, None])[:, 0]
 
 
 def sample_random(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
-) -> Tensor:
-    """Sample with temperature, min-p, top-k and top-p, in this order.
+) -> tuple[Tensor, Tensor]:
+    """Sample with temperature, min-p, top-k and top-p, in this order. With temperature 0, the result is that of
+    ``argmax_of_logits``.
 
     Weights are float32, and the largest weight is 1. A token is sampled by inverting the cumulative distribution over
     token ids, which is summed in float64.
@@ -26,7 +40,27 @@ def sample_random(
 
     Returns:
         Token ids, ``[rows]`` int64; an arbitrary token of the vocabulary if no token is allowed, or if a logit is NaN
-        or infinite.
+        or infinite. Largest logits, ``[rows]``; NaN if a logit is NaN.
+    """
+    greedy, largest = argmax_of_logits(logits)
+    columns = (column.split(ROWS_AT_ONCE) for column in (logits, temperature, top_k, top_p, min_p, uniform))
+    sampled = torch.cat([_invert(truncated_weights(*some), u) for *some, u in zip(*columns, strict=True)])
+    return torch.where(temperature == 0, greedy, sampled), largest
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Invert the cumulative distributions of weights ``[rows, vocabulary]`` at ``uniform``, ``[rows]``."""
+    cumulative = weights.double().cumsum(-1)
+    thresholds = uniform[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
+
+
+def truncated_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Weights of the tokens after temperature, min-p, top-k and top-p, ``[rows, vocabulary]``. A row without a valid
+    distribution has NaN or infinity.
+
+    Args:
+        logits, temperature, top_k, top_p, min_p: see ``sample_random``.
     """
     vocabulary = logits.shape[-1]
     scaled = logits / temperature.float()[:, None].clamp(min=MIN_TEMPERATURE)
@@ -42,9 +76,7 @@ def sample_random(
         if p < 1:
             mass = row.double()
             truncate(row, mass, p * mass.sum().item())
-    cumulative = weights.double().cumsum(-1)
-    thresholds = uniform[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1).clamp(max=vocabulary - 1)
+    return weights
 
 
 def truncate(weights: Tensor, amounts: Tensor, limit: float) -> None:

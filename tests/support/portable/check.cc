@@ -412,7 +412,43 @@ void check_attention(Type type, bool rounded, int64_t dim, int64_t block_size, i
       }
 }
 
+void check_sampling(int64_t size, int64_t top_k, double top_p) {
+  const int64_t rows = 20;
+  const double temperature = 0.25, min_p = 0.001;
+  std::vector<float> logits(rows * size), largest(rows);
+  std::vector<double> uniform(rows);
+  std::vector<int64_t> token_ids(rows);
+  for (auto& logit : logits) logit = float(draw());
+  for (auto& number : uniform) number = (draw() + 1) / 2;
+  const auto column = [&](double value) { return std::vector<double>(rows, value); };
+  const auto temperatures = column(temperature), top_ks = column(double(top_k)), top_ps = column(top_p), min_ps = column(min_p);
+  const SampleRandom sampling{logits.data(), temperatures.data(), top_ks.data(), top_ps.data(), min_ps.data(), uniform.data(),
+                              token_ids.data(), largest.data(), size, size};
+  for (int64_t row = 0; row < rows; row++) {
+    kernels.sample(sampling, row);
+    const float* x = logits.data() + row * size;
+    close("largest logit", row, largest[row], *std::max_element(x, x + size), 0);
+    std::vector<double> weights(size);
+    for (int64_t i = 0; i < size; i++) weights[i] = std::exp((x[i] - double(largest[row])) / temperature);
+    std::vector<int64_t> order(size);  // from the largest weight
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return x[a] > x[b]; });
+    for (int64_t i = 0; i < size; i++)
+      if (weights[order[i]] < min_p || (top_k && i >= top_k)) weights[order[i]] = 0;
+    const double limit = top_p * std::accumulate(weights.begin(), weights.end(), 0.0);
+    double total = 0;
+    for (int64_t i : order) total += total < limit ? weights[i] : weights[i] = 0;
+    const double before = std::accumulate(weights.begin(), weights.begin() + token_ids[row], 0.0) / total;
+    const double share = weights[token_ids[row]] / total;
+    close("sampled token", row, uniform[row], before + share / 2, share / 2 + 1e-5);
+    close("weight of sampled token is not 0", row, share > 0, 1, 0);
+  }
+}
+
 void check_all() {
+  for (int64_t size : {1, 40, 1100})
+    for (int64_t top_k : {0, 5, 37})
+      for (double top_p : {1.0, 0.7}) check_sampling(size, top_k, top_p);
   const std::pair<Format, Type> kept[] = {{Format::unquantized, Type::float32}, {Format::unquantized, Type::bfloat16},
                                           {Format::w8a8, Type::bfloat16}, {Format::w8a8, Type::float32},
                                           {Format::w4a8, Type::bfloat16}, {Format::wint8, Type::bfloat16},

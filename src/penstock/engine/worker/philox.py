@@ -9,11 +9,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-MULTIPLIERS = np.array((0xD2511F53, 0xCD9E8D57), np.uint64)
-WEYL = np.array((0x9E3779B9, 0xBB67AE85), np.uint32)
-ROUNDS = 10
 LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
+ROUNDS = 10
+MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64) * np.arange(ROUNDS, dtype=np.uint64)[:, None, None]
+"""Numbers added to the key in each round, ``[ROUNDS, 2, 1]``."""
 
 
 def philox(key: NDArray[np.uint32], counter: NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -23,15 +24,12 @@ def philox(key: NDArray[np.uint32], counter: NDArray[np.uint32]) -> NDArray[np.u
         key: ``[draws, 2]`` uint32.
         counter: ``[draws, 4]`` uint32.
     """
-    key, state = key.copy(), counter.astype(np.uint64)
-    for _ in range(ROUNDS):
-        products = state[:, (0, 2)] * MULTIPLIERS
-        high, low = products >> HALF, products & LOW
-        state = np.stack(
-            (high[:, 1] ^ state[:, 1] ^ key[:, 0], low[:, 1], high[:, 0] ^ state[:, 3] ^ key[:, 1], low[:, 0]), 1
-        )
-        key += WEYL
-    return state.astype(np.uint32)
+    state = counter.T.astype(np.uint64)
+    even, odd = state[0::2], state[1::2]
+    for round_key in (key.T + WEYL) & LOW:
+        products = even * MULTIPLIERS
+        even, odd = (products >> HALF)[::-1] ^ odd ^ round_key, (products & LOW)[::-1]
+    return np.stack((even[0], odd[0], even[1], odd[1]), 1).astype(np.uint32)
 
 
 def uniform(

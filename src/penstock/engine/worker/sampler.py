@@ -29,9 +29,6 @@ NON_FINITE_LOGITS = Failure(
     "the model's logits of the next token are not finite (NaN or infinity): try dtype bfloat16, and check the weights",
 )
 NOTHING_ALLOWED = Failure(Code.INVALID, NO_TOKEN_ALLOWED)
-ROWS_AT_ONCE = 4
-"""Number of rows sampled together on a CPU. The distributions of more rows would not fit into the CPU's caches, and
-the allocator would return their memory to the operating system after each step."""
 
 
 class PendingSamples(NamedTuple):
@@ -65,18 +62,13 @@ def sample(
     """
     device = logits.device
     adjusted = process_logits(logits, positions, grammar_bitmask, ops)
-    token_ids = adjusted.argmax(-1)  # argmax returns the index of a NaN if a row has one
-    largest = HostCopy(adjusted.gather(-1, token_ids[:, None])[:, 0])
+    if all([position.params.greedy for position in positions]):
+        token_ids, maxima = ops.argmax_of_logits(adjusted)
+    else:
+        token_ids, maxima = ops.sample_random(adjusted, *to_device(random_columns(positions), device))
+    largest = HostCopy(maxima)
     # The unadjusted logits are used only if ``largest`` is not finite. On a CPU, their maximum is computed only then.
     unadjusted = HostCopy(logits if device.type == "cpu" else logits.amax(-1, keepdim=True))
-    random = [i for i, position in enumerate(positions) if not position.params.greedy]
-    columns = random_columns([positions[i] for i in random]) if random else np.zeros((5, 0))
-    at_once = ROWS_AT_ONCE if device.type == "cpu" else len(positions)
-    for start in range(0, len(random), at_once):
-        some = random[start : start + at_once]
-        rows = to_device(some, device)
-        chosen = adjusted if len(some) == len(positions) else adjusted[rows]
-        token_ids[rows] = ops.sample_random(chosen, *to_device(columns[:, start : start + at_once], device))
     beams = [i for i, position in enumerate(positions) if position.row.num_candidates]
     of_beams = {i: beam_candidates(logits, i, positions[i], grammar_bitmask, ops) for i in beams}
     listed = [i for i, position in enumerate(positions) if position.params.logprobs is not None]
@@ -140,9 +132,9 @@ def random_columns(positions: Sequence[Position]) -> np.ndarray:
     min-p and a random number."""
     params = [position.params for position in positions]
     random = uniform(
-        np.array([row.seed & (2**64 - 1) for row, *_ in positions], np.uint64),
-        np.array([length for _, length, *_ in positions], np.uint32),
-        np.array([row.index for row, *_ in positions], np.uint32),
+        np.array([position.row.seed & (2**64 - 1) for position in positions], np.uint64),
+        np.array([position.length for position in positions], np.uint32),
+        np.array([position.row.index for position in positions], np.uint32),
     )
     return np.array([*zip(*((p.temperature, p.top_k, p.top_p, p.min_p) for p in params), strict=True), random])
 

@@ -63,7 +63,7 @@ from .matrix import (
     supports,
     use_cublas,
 )
-from .sampling import apply_bitmask, argmax, log_softmax, sample_random, topk
+from .sampling import apply_bitmask, argmax, argmax_of_logits, log_softmax, sample_random, topk
 from .scans import rg_lru, selective_scan
 from .states import gated_delta_rule, lightning_attention, short_convolution, state_space
 from .streams import equalize_streams

@@ -76,7 +76,7 @@ def topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def sample_random(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """See ``reference.sample_random``. The bits of a row do not depend on other rows."""
     rows, vocabulary = logits.shape
     device, blocks = logits.device, power_of_two(-(-vocabulary // RANDOM_COLUMNS))
@@ -101,4 +101,5 @@ def sample_random(
         BLOCKS=blocks,
         num_warps=16,
     )
-    return out
+    greedy, largest = argmax_of_logits(logits)
+    return torch.where(temperature == 0, greedy, out), largest

@@ -10,7 +10,7 @@ import torch
 
 from ..activations import activation, activation_and_mul
 from ..experts import combine_experts, count_experts, place_experts, select_experts
-from ..sampling import sample_random
+from ..sampling import argmax_of_logits, sample_random
 from .attention import attention, rope_and_store
 from .compressed import compress, compressed_attention, rotate_tail, select_entries
 from .elementwise import (
