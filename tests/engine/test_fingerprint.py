@@ -79,7 +79,7 @@ def test_fingerprint_depends_on_instruction_set(checkpoint: Path, instruction_se
 
 @pytest.mark.slow
 def test_fingerprint_changes_with_bits_of_pytorch_instruction_set(checkpoint: Path) -> None:
-    """The sampler uses PyTorch, which has kernels for several instruction sets."""
+    """Log probabilities are computed by PyTorch, which has kernels for several instruction sets."""
     found = []
     for capability in ("default", "avx2"):
         environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}

@@ -175,7 +175,8 @@ class Decoder(BaseModel):
         if _keeps_order(self.config.options):
             return self._lm_head.argmax(hidden, bitmask)
         logits = self.logits(hidden)
-        return (logits if bitmask is None else self._ops.apply_bitmask(logits, bitmask)).argmax(-1)
+        logits = logits if bitmask is None else self._ops.apply_bitmask(logits, bitmask)
+        return self._ops.argmax_of_logits(logits)[0]
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         x = self._embedding(token_ids)

@@ -22,7 +22,7 @@ def fingerprint(ops: Ops, model: Model, quantization: str, kv_quantization: str)
         quantization: format of the weights, a key of ``SCHEMES``.
         kv_quantization: ``KVSpec.quantization`` of all layers.
     """
-    capability = torch.backends.cpu.get_cpu_capability().lower()  # PyTorch computes RoPE tables and samples tokens
+    capability = torch.backends.cpu.get_cpu_capability().lower()  # PyTorch computes RoPE tables and log probabilities
     parts = [ops.fingerprint(), f"torch{torch.__version__}", capability, str(model.dtype).removeprefix("torch.")]
     if model.config.model_impl == "transformers":
         parts.append(f"transformers{metadata.version('transformers')}")

@@ -182,7 +182,8 @@ class TransformersModel(BaseModel):
     @torch.inference_mode()
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
         logits = self.logits(hidden)
-        return (logits if bitmask is None else self._ops.apply_bitmask(logits, bitmask)).argmax(-1)
+        logits = logits if bitmask is None else self._ops.apply_bitmask(logits, bitmask)
+        return self._ops.argmax_of_logits(logits)[0]
 
 
 @contextmanager
