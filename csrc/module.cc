@@ -970,7 +970,8 @@ NB_MODULE(_kernels, m) {
       .def(nb::init<int64_t>(), nb::arg("capacity"))
       .def("__len__", &TokenHistory::size)
       .def_prop_ro("bytes", &TokenHistory::bytes)
-      .def("append", [](TokenHistory* self, const std::vector<int32_t>& tokens) { self->append(tokens.data(), tokens.size()); })
+      .def("append",
+           [](TokenHistory* self, const std::vector<int32_t>& tokens) { self->append(tokens.data(), tokens.size()); })
       .def("find",
            [](const TokenHistory& self, const TokenHistory& text, int64_t longest) {
              const TokenHistory::Match match = self.find(text, longest);

@@ -17,15 +17,15 @@ namespace penstock {
 class TokenHistory {
  public:
   static constexpr int32_t kSeparator = -1;  // between texts; equal to no token of a search
-  static constexpr int kMaxLength = 32;      // longest match that is told apart from longer ones
+  static constexpr int kMaxLength = 32;  // longest match that is told apart from longer ones
 
   // An earlier occurrence of the last tokens of a text.
   struct Match {
-    int64_t next = -1;           // position of the token after the occurrence; -1: none was found
-    int32_t length = 0;          // number of equal tokens, up to kMaxLength
+    int64_t next = -1;  // position of the token after the occurrence; -1: none was found
+    int32_t length = 0;  // number of equal tokens, up to kMaxLength
     int32_t token = kSeparator;  // token at position `next`
-    int32_t occurrences = 0;     // number of occurrences found with at least half of the length
-    int32_t agreeing = 0;        // number of those that are followed by the same token
+    int32_t occurrences = 0;  // number of occurrences found with at least half of the length
+    int32_t agreeing = 0;  // number of those that are followed by the same token
   };
 
   explicit TokenHistory(int64_t capacity) {

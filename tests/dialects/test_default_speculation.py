@@ -86,8 +86,9 @@ VOLATILE = re.compile(
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[Served]]:
     with ExitStack() as stack:
+        default = {"PENSTOCK_SPECULATIVE_CONFIG": ""}
         flags = ("--num-gpu-blocks-override", "400", "--served-model-name", "default")
-        yield [stack.enter_context(Served(*flags, *more)) for more in ((), ("--no-speculation",))]
+        yield [stack.enter_context(Served(*flags, *more, environment=default)) for more in ((), ("--no-speculation",))]
 
 
 @pytest.mark.slow_after(4)

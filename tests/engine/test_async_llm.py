@@ -374,7 +374,7 @@ def test_output_kinds_are_parts_of_the_cumulative_outputs() -> None:
     """Also with FastDeploy's outputs, which keep their attributes."""
 
     async def ask() -> None:
-        async with started(compat="fastdeploy", enable_logprob=True) as llm:
+        async with started(compat="fastdeploy", enable_logprob=True, speculation=False) as llm:
             params = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
             expected = await last(llm.generate("Once upon a time", params))
             params.output_kind = RequestOutputKind.DELTA

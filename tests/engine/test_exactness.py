@@ -108,7 +108,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 GUESSING = {"num_speculative_tokens": 2, "adaptive": False}
 NGRAM = json.dumps(GUESSING | {"method": "ngram", "prompt_lookup_min": 1})
-SUFFIX = json.dumps({"method": "suffix", "adaptive": False})
+SUFFIX = json.dumps(GUESSING | {"method": "suffix"})
 NO_DRAFTS = json.dumps({"method": "none"})
 
 OPS = os.environ.get("PENSTOCK_EXACTNESS_OPS", "auto")

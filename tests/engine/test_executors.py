@@ -81,7 +81,9 @@ def run(engine: Engine) -> list[TokenDelta]:
 @pytest.mark.slow
 def test_statistics_do_not_wait_for_steps_in_flight(checkpoint: Path) -> None:
     """Waiting for the steps would leave the workers idle."""
-    with closing(start(checkpoint, max_concurrent_batches=2, engine_iteration_timeout=5.0)) as engine:
+    with closing(
+        start(checkpoint, max_concurrent_batches=2, engine_iteration_timeout=5.0, speculation=False)
+    ) as engine:
         engine.add(request("a"))
         engine.step()
         worker = worker_of(os.getpid())

@@ -437,8 +437,9 @@ def test_two_ranks_accept_same_drafts_as_one(
         with closing(llm.engine):
             assert answers(llm, 60) == without_drafts
             assert llm.engine.scheduler.speculation
-            stats.append(llm.engine.scheduler.speculation.stats)
-    assert stats[0] == stats[1] and stats[0].accepted_tokens > 0
+            found = llm.engine.scheduler.speculation.stats
+            stats.append((found.drafts, found.draft_tokens, found.accepted_at))
+    assert stats[0] == stats[1] and any(stats[0][2])
 
 
 def test_weight_update_and_sleep_keep_heads(

@@ -255,7 +255,13 @@ def test_tensor_parallel_tokens_equal_single_rank(checkpoint: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [pytest.param(LlamaConfig, marks=pytest.mark.thorough), Qwen3Config, Gemma4TextConfig, Gemma3nTextConfig]
+    "family",
+    [
+        pytest.param(LlamaConfig, marks=pytest.mark.thorough),
+        Qwen3Config,
+        Gemma4TextConfig,
+        pytest.param(Gemma3nTextConfig, marks=pytest.mark.thorough),
+    ],
 )
 def test_tokens_equal_reference_backend(tmp_path: Path, family: Any) -> None:
     save(family(**TINY | MORE_OF_FAMILY[family]), tmp_path)

@@ -29,6 +29,8 @@ import httpx
 from penstock.cli.main import main
 
 READY = r"ready: (.+) at (http[^\s\"]+)"
+NO_DRAFTS = {"PENSTOCK_SPECULATIVE_CONFIG": '{"method": "none"}'}
+"""Many tests need answers that take long; with drafts, answers that repeat themselves end in a few steps."""
 SERVE = (sys.executable, "-m", "penstock.cli.main", "serve")
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 60.0
@@ -95,7 +97,7 @@ class Served(LoggedProcess):
 
     Args:
         arguments: arguments of ``penstock serve``.
-        environment: additional environment variables.
+        environment: environment variables in addition to ``NO_DRAFTS``.
         command: command to run instead of ``penstock serve``.
     """
 
@@ -105,7 +107,7 @@ class Served(LoggedProcess):
         command = [*command, "--host", "127.0.0.1", "--port", "0", *arguments]
         self._process = start_marked(
             command,
-            environment or {},
+            NO_DRAFTS | dict(environment or {}),
             stdin=subprocess.DEVNULL,  # with a terminal, SIGHUP ends the server
             stderr=subprocess.PIPE,
         )

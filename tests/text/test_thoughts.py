@@ -156,7 +156,14 @@ def test_thoughts_do_not_depend_on_the_batch() -> None:
     llm = LLM(num_gpu_blocks_override=400, block_size=16)
     speculation = {"method": "draft_model", "adaptive": False}
     speculative = LLM(num_gpu_blocks_override=400, block_size=16, speculative_config=speculation)
-    tight = LLM(num_gpu_blocks_override=20, block_size=16, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=40)
+    tight = LLM(
+        speculation=False,
+        num_gpu_blocks_override=20,
+        block_size=16,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=40,
+    )
 
     def run(llm: LLM, cases: list[Any]) -> list[Any]:
         chats, samplings = zip(*cases, strict=True)

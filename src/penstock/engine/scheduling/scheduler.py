@@ -347,6 +347,13 @@ class Scheduler:
             is_valid = not first.num_stale and first.state is not State.FINISHED
             if first.num_stale:
                 self._set_computed(first, first.num_computed, first.num_computed)
+            elif first.num_draft_tokens and sampled and sampled[0].failure and not self.kv.snapshots:
+                # A draft token may have made all logits of the sequence NaN: compute its last token again without it.
+                first.drafts.failed = True
+                first.num_scheduled, first.num_draft_tokens = item.start, 0
+                first.num_pending -= 1
+                self._set_computed(first, item.start, item.start)
+                continue
             elif first.num_draft_tokens and sampled:  # all but the last sampled token are accepted drafts
                 accepted = sampled[0].token_ids[:-1]
                 end += len(accepted)
