@@ -116,6 +116,22 @@ def test_nan_logits_fail_their_sequence_only(checkpoint: Path, speculative: str)
         assert output.cached_tokens == 0, "blocks with NaN were found in the prefix cache"
 
 
+def test_draft_token_that_makes_logits_nan_does_not_change_output(checkpoint: Path) -> None:
+    """The model has generated the token in an answer that repeats another token; the next answer repeats it longer."""
+    engine = start(checkpoint, speculative_config='{"method": "suffix", "adaptive": false}')
+    params = {"allowed_token_ids": (7, NAN_TOKEN), "logit_bias": {7: 10.0}, "temperature": 5.0}
+    answer: list[int] = []
+    for seed in range(100):
+        answer = run(engine, [request("nan", [3], **params | {"seed": seed})])["nan", 0].token_ids
+        if len(answer) > 8 and answer[-1] == NAN_TOKEN:
+            break
+    assert engine.speculation and answer[-1] == NAN_TOKEN
+    drafts = engine.speculation.stats.drafts
+    (found,) = run(engine, [request("longer", [4], allowed_token_ids=(7,), temperature=0)]).values()
+    assert (found.token_ids, found.failure) == ([7] * 20, None)
+    assert engine.speculation.stats.drafts > drafts
+
+
 def test_sequence_without_allowed_token_fails(checkpoint: Path) -> None:
     """The failure occurs at the second token: each allowed token is then the end of a bad word."""
     params = {"allowed_token_ids": (5, 6), "bad_word_ids": ((6, 5), (5, 5), (5, 6), (6, 6))}
