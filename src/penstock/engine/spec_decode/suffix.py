@@ -37,7 +37,7 @@ FIRST_RATES = (
 )
 NEXT_RATES = (0.50, 0.53, 0.63, 0.75, 0.80, 0.87, 0.95, 0.99)
 """Initial rates of the first token of a draft, and of the others, by length of the match (1, 2, 3, 4, from 5, 8, 16 and
-32). Measured with SmolLM2-135M-Instruct at temperatures 0 and 0.7 on work of the kinds in ``benchmarks/speculation.py``."""
+32). Measured with SmolLM2-135M-Instruct at temperatures 0 and 0.7, on the kinds of work of the benchmark."""
 FORCED_RATE = 0.99
 """Initial rate of tokens that the grammar forces."""
 RATES = [*[rate for rates in (*FIRST_RATES, NEXT_RATES) for rate in rates], FORCED_RATE]
